@@ -239,15 +239,14 @@ def speeds(args: argparse.Namespace) -> None:
                     quantize_dynamic(out / "model_float.onnx", path)
                     engines["ONNX quantize_dynamic"] = onnx_runtime(path, 1)
                     sizes["ONNX quantize_dynamic"] = path.stat().st_size
-            answer = decoder.answer if kind == "decoder" else lambda model, batch: model(**batch)[0]
-            engines["PyTorch"] = partial(answer, dequantize_model(model))
+            engines["PyTorch"] = partial(decoder.answer, dequantize_model(model))
             for batch, tokens in ((1, 16), (1, 128), (8, 128)) if kind == "encoder" else ((1, 64),):
                 ids = torch.arange(batch * tokens).view(batch, tokens) % 1000
                 inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
                 shape = f"{batch} x {tokens}"
                 with torch.inference_mode():
                     if kind == "decoder":
-                        inputs = decoder.after(model, inputs, tokens - 1)
+                        inputs = decoder.inputs_after(model, inputs, tokens - 1)
                         shape = "one token"
                     else:
                         inputs["token_type_ids"] = torch.zeros_like(ids)

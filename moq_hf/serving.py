@@ -114,16 +114,14 @@ class Server:
             together.
         fuses: Whether it makes one layer of those in `FUSED` and of the experts of a
             block, which need one grid then.
-        tables: Whether it takes embedding tables that are not floats.
-        conv1d: Whether it takes layers of transformers' `Conv1D`.
-        experts: Whether it takes packed experts.
+        without: Kinds of layers that it takes as floats alone, of `_WITHOUT`.
         repacks: Whether moq_hf writes its file, where all that is on a grid becomes
             codes.
         has_bytes: Whether a kernel of its multiplies 8 bits with 8 bits, per channel,
             whatever the other fields say.
         inputs: What it does with rounded inputs where it does not multiply so.
-        classes: What the name of a model's class must be like.
-        one_stack: Whether there may be no decoder beside an encoder.
+        classes: What the name of a model's class must be like, and there may be no
+            decoder beside an encoder then.
         in_float: Names of layers that it takes as floats alone, after the name of the
             model's class and a space.
         half_scales: Whether it computes with scales in half precision.
@@ -142,14 +140,11 @@ class Server:
     columns: int = 1
     rows: int = 1
     fuses: bool = False
-    tables: bool = True
-    conv1d: bool = False
-    experts: bool = True
+    without: tuple[str, ...] = ()
     repacks: bool = False
     has_bytes: bool = False
     inputs: str = ""
     classes: str = ""
-    one_stack: bool = False
     in_float: str = "$^"
     half_scales: bool = True
     tried: str = ""
@@ -161,6 +156,18 @@ class Server:
         return f"{self.title} {self.version}"
 
 
+# Kinds of layers that some servers do not take, and what they take.
+_WITHOUT = {
+    "conv1d": ("it takes no Conv1D layers on a grid", "models of nn.Linear are served"),
+    "experts": (
+        "it takes no packed experts",
+        "name them in modules_to_not_convert",
+    ),
+    "embedding": (
+        "embedding tables must be floats",
+        "quantize_embeddings: null is served",
+    ),
+}
 # A base model's pooler is not loaded at all.
 _HEADS = (
     r"(?<!Model) (.*\.)?(pooler\.dense|classifier|classifier\.(dense|out_proj)|head\.dense|lm_head\.dense|"
@@ -183,7 +190,6 @@ TRANSFORMERS = Server(
     "5.23.0",
     range(1, 17),
     range(2, 17),
-    conv1d=True,
     half_scales=False,
 )
 # Groups other than 32, 64 and 128, and bits other than 4 and 8, run on its Humming
@@ -196,11 +202,10 @@ VLLM = Server(
     range(2, 9),
     multiple=16,
     fuses=True,
-    tables=False,
+    # Conv1D is floats in the files.
+    without=("embedding",),
     has_bytes=True,
     inputs="its kernels leave inputs beside packed weights in float, all but Humming's",
-    # They are floats in the files.
-    conv1d=True,
     in_float=f"{_HEADS}|{_UNNAMED}",
     # benchmarks/results/served.json.
     tried=f"{_CAUSAL} {_ENCODERS} "
@@ -234,7 +239,7 @@ VLLM_CPU = replace(
     multiple=2,
     columns=32,
     rows=32,
-    experts=False,
+    without=("experts", "embedding"),
 )
 # Its Marlin kernels, as its source has them: nothing was run with it.
 SGLANG = replace(
@@ -264,7 +269,6 @@ GGUF = Server(
     range(2, 5),
     multiple=32,
     columns=32,
-    conv1d=True,
     repacks=True,
     inputs="it rounds inputs in blocks of its own",
     in_float=r"(\.| )pooler\.dense$",
@@ -287,10 +291,9 @@ ONNX = Server(
     "1.31.1",
     range(1, 17),
     range(2, 17),
-    experts=False,
+    without=("conv1d", "experts"),
     # What torch.onnx.export cannot trace, and what takes neither texts nor pictures alone.
     classes=r"^(?!.*Head|XLNet|.*Mamba|Jamba|CLIP|Wav2Vec2|WavLM|Whisper).*(For(Sequence|Token|Image)Classification|ForCausalLM|Model)$",
-    one_stack=True,
     half_scales=False,
     # The tests of the export.
     tried=f"{_ENCODERS} {_CAUSAL} DistilBertForSequenceClassification RobertaForSequenceClassification T5EncoderModel "
@@ -364,75 +367,58 @@ def _reasons(model: Description, server: Server) -> list[str]:
         if architecture in classes.split()
     ]
 
-    def refuse(layers: Collection[str], text: str, instead: str) -> None:
-        if layers:
-            reasons.append(f"{text} ({shortened(layers)}); {instead}")
-
-    if not re.search(server.classes, architecture) or (
-        server.one_stack and model.is_encoder_decoder
+    if server.classes and (
+        model.is_encoder_decoder or not re.search(server.classes, architecture)
     ):
-        instead = "classifiers of texts, tokens and images and base models of one stack are served"
+        instead = "classifiers of texts, tokens and images, decoders, and base models of one stack are served"
         reasons.append(f"{architecture} is not exported; {instead}")
     if server is TRANSFORMERS and model.unserved is not None:
         reasons.append(
             f"it does not answer as the model did: {model.unserved}; see the proof in moq_state.json"
         )
-
-    codes = {
-        name: weight for name, weight in model.weights.items() if not weight.is_float
-    }
-    in_float = [
-        name for name in codes if re.search(server.in_float, f"{architecture} {name}")
-    ]
-    instead = "name them in modules_to_not_convert, beside the output heads"
-    refuse(
-        in_float,
-        "it takes these layers in float, whatever the checkpoint holds",
-        instead,
-    )
-    if not server.conv1d:
-        turned = [
-            name for name, weight in model.weights.items() if weight.kind == "conv1d"
-        ]
-        refuse(
-            turned,
-            "it takes no Conv1D layers on a grid",
-            "models of nn.Linear are served",
-        )
-    if not server.experts:
-        experts = [
-            name
-            for name, weight in model.weights.items()
-            if weight.kind.startswith("experts")
-            or (name in codes and ".experts." in name)
-        ]
-        refuse(
-            experts, "it takes no packed experts", "name them in modules_to_not_convert"
-        )
-    if not server.tables:
-        tables = [name for name, weight in codes.items() if weight.kind == "embedding"]
-        refuse(
-            tables,
-            "embedding tables must be floats",
-            "quantize_embeddings: null is served",
-        )
-    if server.fuses:
-        whole = [
-            name
-            for name in model.floats
-            if WHOLE_EXPERTS.search(f"{architecture} {name}")
-        ]
-        instead = "experts on symmetric grids of up to 8 bits are served"
-        refuse(whole, "it looks for each expert by its own name", instead)
-        for what, names in _unlike_siblings(model).items():
-            instead = (
-                "all of them on the same grid, or all of them in float, are served"
-            )
-            refuse(names, f"it makes one layer of {what}", instead)
-
-    for layers, text, instead in _misfits(model, server):
-        refuse(layers, text, instead)
+    faults = (*_unfit_kinds(model, server), *_misfits(model, server))
+    for layers, text, instead in faults:
+        if layers:
+            reasons.append(f"{text} ({shortened(layers)}); {instead}")
     return reasons
+
+
+def _unfit_kinds(
+    model: Description, server: Server
+) -> Iterator[tuple[Collection[str], str, str]]:
+    """Yield layers of kinds that a server does not take, or not beside each other, why, and what would be served."""
+    weights = model.weights.items()
+    yield (
+        [
+            name
+            for name, weight in weights
+            if not weight.is_float
+            and re.search(server.in_float, f"{model.architecture} {name}")
+        ],
+        "it takes these layers in float, whatever the checkpoint holds",
+        "name them in modules_to_not_convert, beside the output heads",
+    )
+    for kind in server.without:
+        is_experts = kind == "experts"
+        layers = [
+            name
+            for name, weight in weights
+            if (weight.kind.startswith(kind) and weight.bits != FLOAT_BITS)
+            or (is_experts and not weight.is_float and ".experts." in name)
+        ]
+        yield layers, *_WITHOUT[kind]
+    if not server.fuses:
+        return
+    whole = [
+        name
+        for name in model.floats
+        if WHOLE_EXPERTS.search(f"{model.architecture} {name}")
+    ]
+    instead = "experts on symmetric grids of up to 8 bits are served"
+    yield whole, "it looks for each expert by its own name", instead
+    instead = "all of them on the same grid, or all of them in float, are served"
+    for what, names in _unlike_siblings(model).items():
+        yield names, f"it makes one layer of {what}", instead
 
 
 def _misfits(

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 from moq_hf import MoQCallback, MoQConfig, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf import quantizer as q
-from moq_hf.export.compare import load_model
+from moq_hf.export.compare import load_floats
 from moq_hf.grid import Grid, PerChannel
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.verify import stored_weights
@@ -209,7 +209,7 @@ def test_the_integers_are_found_again_in_floats_on_the_grid(tmp_path: Path) -> N
     weight = quant_layers(model)[name].quantized_weight().detach()
     assert torch.equal(q.dequantize(codes, scale, zero).view(weight.shape), weight)
     assert int(codes.min()) >= -8 and int(codes.max()) <= 7
-    loaded, _ = load_model(tmp_path)
+    loaded = load_floats(tmp_path)
     assert torch.equal(loaded.get_submodule(name).weight, weight)
 
 

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
-from ..errors import MoQError, one_line, require
-from ..text import megabytes, progress, table
+from ..errors import MoQError, explained, one_line, require
+from ..text import progress, table
 from . import decoder
 from .compare import (
     SENTENCES,
@@ -33,7 +31,6 @@ from .onnx import export_onnx, onnx_runtime, openvino_runtime
 from .onnx_layers import Flavor, target_here
 
 MAX_LOSS = 0.01
-_MOST_THREADS = 1024
 # Runs a model on a batch and gives its first output.
 Model = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -169,8 +166,6 @@ def benchmark(
     """
     folder = Path(directory)
     threads = threads or torch.get_num_threads()
-    if threads > _MOST_THREADS:
-        raise MoQError(f"threads must be at most {_MOST_THREADS:,}, not {threads}")
     checkpoint = load_checkpoint(folder)
     model = checkpoint.model
     if takes_pictures(model):
@@ -182,8 +177,9 @@ def benchmark(
     limit = most_tokens(checkpoint) - decodes
     sequences = sorted({min(tokens, limit) for tokens in sequences})
     reference = Reference(checkpoint, data, max_length)
-    shapes = _shapes(model, reference, batches, sequences)
-    asked = [_inputs(model, batch, 0) for batch in reference.batches]
+    shapes: dict[str, Mapping[str, Tensor]] = {}
+    inputs_after = torch.inference_mode()(partial(decoder.inputs_after, model))
+    asked = [inputs_after(batch, 0) for batch in reference.batches]
     engines: dict[str, Measured] = {}
     missing: dict[str, str] = {}
 
@@ -207,9 +203,14 @@ def benchmark(
         engines[name] = Measured(size, times, speed, proof, command)
 
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     try:
-        run = torch.inference_mode()(partial(_answer, model))
+        with explained("these batches, sequences or threads do not fit"):
+            torch.set_num_threads(threads)
+            for batch, tokens in product(batches, sequences):
+                example = _batch(reference, batch, tokens + decodes)
+                shape = f"{batch} x 1 after" if decodes else f"{batch} x"
+                shapes[f"{shape} {tokens}"] = inputs_after(example, tokens)
+        run = torch.inference_mode()(partial(decoder.answer, model))
         measure("PyTorch", checkpoint.verified.float_bytes, "", lambda: run)
     finally:
         torch.set_num_threads(before)
@@ -255,45 +256,6 @@ def benchmark(
                     partial(load, out / file, threads),
                 )
     return Benchmark(engines, missing, threads, max_loss)
-
-
-def _shapes(
-    model: Any, reference: Reference, batches: Sequence[int], sequences: Sequence[int]
-) -> dict[str, Mapping[str, Tensor]]:
-    """The inputs that are timed, by their shapes.
-
-    Raises:
-        MoQError: One of them does not fit into memory.
-    """
-    decodes = decoder.has_cache(model)
-    shapes = {}
-    for batch, tokens in product(batches, sequences):
-        # What enters the first layer alone, in float32; without a hidden size in the
-        # config the inputs.
-        size = 4 * batch * tokens * max(getattr(model.config, "hidden_size", 0), 6)
-        free = psutil.virtual_memory().available
-        if size > free:
-            raise MoQError(
-                f"a batch of {batch} x {tokens} tokens does not fit: its first layer alone takes {megabytes(size)}, "
-                f"and {megabytes(free)} are free"
-            )
-        example = _batch(reference, batch, tokens + decodes)
-        shape = f"{batch} x 1 after {tokens}" if decodes else f"{batch} x {tokens}"
-        shapes[shape] = _inputs(model, example, tokens)
-    return shapes
-
-
-@torch.inference_mode()
-def _inputs(model: Any, batch: Mapping[str, Tensor], past: int) -> Mapping[str, Tensor]:
-    """What all engines take: a batch, or of a decoder what follows so many of its tokens."""
-    return decoder.after(model, batch, past) if decoder.has_cache(model) else batch
-
-
-def _answer(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    if decoder.has_cache(model):
-        return decoder.answer(model, batch)
-    answer: Tensor = model(**batch)[0]
-    return answer
 
 
 def _batch(reference: Reference, examples: int, tokens: int) -> dict[str, Tensor]:

@@ -97,8 +97,7 @@ def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise MoQError(f"cannot read {path}: {error}") from error
-    texts: list[tuple[str, ...]] = []
-    labels: list[Any] = []
+    rows: list[tuple[tuple[str, ...], Any]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -113,17 +112,13 @@ def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
             raise MoQError(
                 f'{path}, line {number}: must be a JSON object with one or two texts and a number "label"'
             )
-        texts.append(text)
-        labels.append(label)
-    if not texts:
-        raise MoQError(f"{path} holds no rows")
-    counts = {len(text) for text in texts}
-    has_label = {label is not None for label in labels}
-    if len(counts) > 1 or len(has_label) > 1:
+        rows.append((text, label))
+    if len({(len(text), label is None) for text, label in rows}) != 1:
         raise MoQError(
-            f"{path}: all rows must have as many texts, and all a label or none"
+            f"{path}: there must be rows, all with as many texts, and all with a label or none"
         )
-    return Data(texts, labels if all(has_label) else None, task)
+    texts, labels = zip(*rows, strict=True)
+    return Data(texts, None if None in labels else labels, task)
 
 
 @dataclass(frozen=True)
@@ -156,15 +151,21 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     for found in served_by(directory):
         if found.server is ONNX and found.reasons:
             raise MoQError(f"{directory}: {'; '.join(found.reasons)}")
-    model, tokenizer = load_model(directory)
+    model = load_floats(directory, attn_implementation="eager", dtype=torch.float32)
+    if model.main_input_name not in ("input_ids", "pixel_values"):
+        raise MoQError(
+            f"{directory}: {type(model).__name__} takes {model.main_input_name}; models of texts and of pictures are "
+            "exported"
+        )
+    model.config.use_cache = False
     modules = dict(model.named_modules())
     lost = [name for name in verified.layers if name not in modules]
     if lost:
         raise MoQError(f"{directory}: its config has no place for {listed(lost)}")
     processor = directory / PROCESSOR
     return Checkpoint(
-        model,
-        tokenizer,
+        model.float().eval(),
+        None if takes_pictures(model) else _tokenizer(directory),
         processor if processor.is_file() else None,
         verified,
         stored_weights(directory),
@@ -174,26 +175,6 @@ def load_checkpoint(directory: Path) -> Checkpoint:
 def takes_pictures(model: Any) -> bool:
     """Whether a model's input is pictures."""
     return bool(model.main_input_name == "pixel_values")
-
-
-def load_model(directory: Path) -> tuple[Any, Any]:
-    """Load a packed checkpoint with float weights on their grid, in eval mode, and its tokenizer.
-
-    A model of pictures has none.
-
-    Raises:
-        MoQError: Its inputs are neither texts nor pictures, or texts and there is no
-            tokenizer.
-    """
-    model = load_floats(directory, attn_implementation="eager", dtype=torch.float32)
-    if model.main_input_name not in ("input_ids", "pixel_values"):
-        raise MoQError(
-            f"{directory}: {type(model).__name__} takes {model.main_input_name}; models of texts and of pictures are "
-            "exported"
-        )
-    tokenizer = None if takes_pictures(model) else _tokenizer(directory)
-    model.config.use_cache = False
-    return model.float().eval(), tokenizer
 
 
 def load_floats(directory: Path, **options: Any) -> Any:

@@ -74,11 +74,10 @@ def example_of(
         The inputs, their names in the graph, and which of their sizes may change.
     """
     batch = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-    tensors = after(model, batch, input_ids.shape[1] // 2)
+    tensors = inputs_after(model, batch, input_ids.shape[1] // 2)
     names = list(tensors)
-    past = names[3:]
-    inputs: dict[str, Any] = {name: tensors[name] for name in names[:3]}
-    inputs[_PAST] = [tensors[name] for name in past]
+    inputs, past = _split(tensors)
+    inputs[_PAST] = past
     dynamic = {
         "input_ids": {0: "batch", 1: "sequence"},
         "attention_mask": {0: "batch", 1: "total"},
@@ -88,8 +87,12 @@ def example_of(
     return inputs, names, dynamic
 
 
-def after(model: Any, batch: Mapping[str, Tensor], past: int) -> dict[str, Tensor]:
-    """The inputs of a decoder's graph where this many of a batch's tokens are in the cache."""
+def inputs_after(
+    model: Any, batch: Mapping[str, Tensor], past: int
+) -> dict[str, Tensor]:
+    """The inputs of a model's graph; of a decoder's where this many of a batch's tokens are in the cache."""
+    if not has_cache(model):
+        return dict(batch)
     ids = batch["input_ids"]
     mask = batch["attention_mask"]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -113,12 +116,19 @@ def after(model: Any, batch: Mapping[str, Tensor], past: int) -> dict[str, Tenso
 
 
 def answer(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """What a decoder in PyTorch answers to the inputs of its graph: logits `[batch, sequence, vocabulary]`."""
-    past = [tensor for name, tensor in inputs.items() if name.startswith(_PAST)]
+    """What a model in PyTorch answers to the inputs of its graph: its first output."""
+    given, past = _split(inputs)
+    if past:
+        pairs = list(zip(past[::2], past[1::2], strict=True))
+        given |= {"past_key_values": DynamicCache(pairs), "use_cache": True}
+    output: Tensor = model(**given)[0]
+    return output
+
+
+def _split(inputs: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
+    """The inputs of a graph without its cache, and the cache."""
     given = {name: tensor for name, tensor in inputs.items() if _PAST not in name}
-    cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True)))
-    logits: Tensor = model(**given, past_key_values=cache, use_cache=True).logits
-    return logits
+    return given, [tensor for name, tensor in inputs.items() if _PAST in name]
 
 
 def _tensors_of(cache: Any) -> dict[str, Tensor]:
@@ -129,8 +139,8 @@ def _tensors_of(cache: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def first_call(session: Any, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The arrays of a batch, and of what else a graph wants where nothing is past."""
+def arrays_of(session: Any, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The arrays of a batch, and of what else the graph of a decoder wants where nothing is past."""
     arrays = {name: tensor.numpy() for name, tensor in batch.items()}
     for wanted in session.get_inputs():
         if wanted.name in arrays:
@@ -147,18 +157,11 @@ def first_call(session: Any, batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def last_with_cache(session: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """The answers at the last token `[batch, vocabulary]`, where all before it comes from the cache."""
-    arrays = first_call(session, batch)
-    earlier = {}
-    last = {}
-    for name, array in arrays.items():
-        if not name.startswith(_PAST):
-            earlier[name] = array[:, :-1]
-            last[name] = array[:, -1:]
-        else:
-            earlier[name] = array
-    last["attention_mask"] = arrays["attention_mask"]
-    _, *present = session.run(None, earlier)
-    names = [output.name for output in session.get_outputs()][1:]
-    for name, array in zip(names, present, strict=True):
-        last[name.replace("present", _PAST)] = array
-    return torch.from_numpy(session.run(None, last)[0][:, -1])
+    arrays = arrays_of(session, batch)
+    earlier = {name: tensor[:, :-1] for name, tensor in batch.items()}
+    _, *present = session.run(None, arrays_of(session, earlier))
+    past = [name for name in arrays if name.startswith(_PAST)]
+    arrays |= dict(zip(past, present, strict=True))
+    for name in ("input_ids", "position_ids"):
+        arrays[name] = arrays[name][:, -1:]
+    return torch.from_numpy(session.run(None, arrays)[0][:, -1])

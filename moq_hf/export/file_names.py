@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from huggingface_hub import ModelCard
+
 from ..errors import MoQError, require
 from .onnx_layers import Flavor, Target, target_here
 
@@ -96,7 +98,7 @@ def write_beside(source: Path, folder: Path, files: str) -> None:
 
     Args:
         source: The packed checkpoint. Its card, if there is one, gets a section on the
-            files in the place of how to load it.
+            files, in the place of how to load it.
         folder: The export.
         files: The section's text.
     """
@@ -105,14 +107,12 @@ def write_beside(source: Path, folder: Path, files: str) -> None:
             target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copy(path, target)
-    card = source / "README.md"
-    text = card.read_text(encoding="utf-8") if card.exists() else "## Use\n"
-    text = re.sub(
-        r"## Use\n.*?(?=\n## |\Z)",
-        lambda _: f"## Files\n\n{files}\n",
-        text.replace(
-            "\nlibrary_name: transformers\n", "\nlibrary_name: transformers.js\n"
-        ),
-        flags=re.DOTALL,
-    )
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    path = source / "README.md"
+    empty = ModelCard("---\nlibrary_name: transformers.js\n---\n")
+    card = ModelCard.load(path) if path.exists() else empty
+    card.data["library_name"] = "transformers.js"
+    section = f"## Files\n\n{files}\n"
+    use = r"## Use\n.*?(?=\n## |\Z)"
+    text, found = re.subn(use, lambda _: section, card.text, flags=re.DOTALL)
+    card.text = text if found else f"{text}\n{section}"
+    card.save(folder / "README.md")

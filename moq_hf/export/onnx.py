@@ -197,7 +197,7 @@ def export_onnx(
 
     Args:
         directory: What `save_quantized` wrote: a classifier of sequences, tokens or
-            images, or a base model.
+            images, a decoder, or a base model.
         out: The folder to make, or an empty one.
         flavors: Some of "float", "weight-only", "int8", "nbits" and "qdq"; None is
             weight-only and int8, or with `names="hub"` all that have a name there.
@@ -409,9 +409,7 @@ def onnx_runtime(
     session = _session(path, threads)
 
     def run(batch: Mapping[str, Tensor]) -> Tensor:
-        return torch.from_numpy(
-            session.run(None, decoder.first_call(session, batch))[0]
-        )
+        return torch.from_numpy(session.run(None, decoder.arrays_of(session, batch))[0])
 
     return run
 
@@ -452,7 +450,7 @@ def _check_cache(path: Path, batch: Mapping[str, Tensor], tolerance: float) -> N
     session = _session(path)
     # All of these tokens are seen, so that the last one is no padding.
     seen = {name: tensor[:1, :8] for name, tensor in batch.items()}
-    whole = session.run(None, decoder.first_call(session, seen))[0][:, -1]
+    whole = session.run(None, decoder.arrays_of(session, seen))[0][:, -1]
     cached = decoder.last_with_cache(session, seen)
     difference = float((cached - torch.from_numpy(whole)).abs().max())
     if not difference <= tolerance:

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from ..grid import InputGrid, InputScale
 from ..inputs import static_scale, tensor_scale, token_scale
-from ..quantizer import Quantized
+from ..quantizer import Quantized, dequantize
 from ..seams.transformers import convolve
 
 Flavor = Literal["float", "weight-only", "int8", "nbits", "qdq"]
@@ -415,11 +415,7 @@ class OnnxNBitsLinear(_Stored):
     @property
     def weight(self) -> Tensor:
         """The weight `[out_features, in_features]`, float32, for a model's code that reads it, as T5's does."""
-        codes, scale, zero = per_row(self.weights)
-        groups = codes.reshape(*scale.shape, -1)
-        if zero is not None:
-            groups = groups - zero[..., None]
-        return (groups * scale[..., None]).flatten(1)
+        return dequantize(*self.weights)
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]`, rounded, times the weight, plus the bias."""

@@ -226,7 +226,7 @@ def _tables(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
                 "quantize_embeddings: the model has no embedding table that can be quantized; set it to null"
             )
         return {"embeddings": tables, "table_bits": config.embeddings}
-    refuses = [name for name in config.serve if not REQUIRED[name].tables]
+    refuses = [name for name in config.serve if "embedding" in REQUIRED[name].without]
     if refuses and tables:
         return {
             "tables_stay": f"{' and '.join(refuses)} take{'s' * (len(refuses) == 1)} them as floats"

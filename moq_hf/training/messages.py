@@ -139,7 +139,7 @@ def _tables_in_float(
     inventory: Inventory, config: MoQConfig
 ) -> dict[str, nn.Embedding]:
     """The embedding tables in float that `quantize_embeddings` would take, none if a server of `serve` refuses them."""
-    if not all(serving.REQUIRED[name].tables for name in config.serve):
+    if any("embedding" in serving.REQUIRED[name].without for name in config.serve):
         return {}
     known = {*inventory.embeddings, *inventory.tied}
     tables = embeddings_to_quantize(inventory, config)

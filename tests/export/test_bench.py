@@ -99,12 +99,9 @@ def test_a_decoder_computes_one_token_after_those_in_its_cache(tmp_path: Path, m
 def test_wrong_arguments(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(MoQError, match="does not fit a model with 2 outputs"):
         benchmark(packed, **SMALL, data=read_data(VALIDATION, "stsb"))
-    for words, text in (
-        (("--batch", "1000000000"), "a batch of 1000000000 x 16 tokens does not fit"),
-        (("--threads", str(2**63 - 1)), "threads must be at most 1,024"),
-    ):
+    for words in (("--batch", "1000000000000"), ("--threads", str(2**63 - 1))):
         assert main(["bench", str(packed), *words]) == 2
-        assert text in capsys.readouterr().err
+        assert "these batches, sequences or threads do not fit: " in capsys.readouterr().err
     assert main(["bench", str(packed), "--task_name", "sst2"]) == 2
     assert "--task_name goes with --validation_file" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -367,7 +367,7 @@ def test_how_large_pictures_are(text: str | None, shape: tuple[int, int], tmp_pa
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "holds no rows"),
+        ("", "there must be rows"),
         ("{", "line 1: must be a JSON object"),
         ('{"a": "x", "label": 1}\n{"a": "x", "b": "y", "label": 0}', "as many texts"),
         ('{"a": "x", "label": 1}\n{"a": "x"}', "all a label or none"),
