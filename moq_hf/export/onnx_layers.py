@@ -123,6 +123,9 @@ class _Stored(nn.Module):
             else:
                 self.register_buffer(name, value.detach().contiguous())
 
+    def _plus_bias(self, product: Tensor) -> Tensor:
+        return product if self.bias is None else product + self.bias
+
 
 class _StoredLinear(_Stored):
     """A linear layer: codes `[in_features, out_features]`."""
@@ -163,8 +166,7 @@ class OnnxLinear(_StoredLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the weight, plus the bias."""
-        product = torch.matmul(input, self._floats())
-        return product if self.bias is None else product + self.bias
+        return self._plus_bias(torch.matmul(input, self._floats()))
 
 
 class OnnxConvolution(_Stored):
@@ -246,7 +248,7 @@ class OnnxEmbedding(_Stored):
         return codes * scale
 
 
-class OnnxTiedLinear(nn.Module):
+class OnnxTiedLinear(_Stored):
     """An output head that shares its weight with an embedding table, in whose integers it lies.
 
     Its input is a float, as in training. MatMulNBits multiplies floats with codes of 4
@@ -260,9 +262,8 @@ class OnnxTiedLinear(nn.Module):
     """
 
     def __init__(self, table: OnnxEmbedding, bias: Tensor | None, packed: bool) -> None:
-        super().__init__()
+        super().__init__(bias=bias)
         self.table = table
-        self.bias = bias
         self.columns = 2 * table.codes.shape[1]
         fitting = [size for size in _BLOCKS if self.columns % size == 0]
         self.block = max(fitting) if packed and table.halved and fitting else None
@@ -270,12 +271,12 @@ class OnnxTiedLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., columns]` times the table, plus the bias."""
         if self.block is None:
-            return F.linear(input, self.table.weight, self.bias)
+            return self._plus_bias(input @ self.table.weight.T)
         blocks = self.columns // self.block
         codes = self.table.codes.view(-1, blocks, self.block // 2)
         scale = self.table.scale.expand(-1, blocks).flatten()
-        product = _matmul_nbits(input, (codes, scale), self.columns, 4, self.block, 0)
-        return product if self.bias is None else product + self.bias
+        product = _matmul_nbits(input, (codes, scale), self.columns, 4, 0)
+        return self._plus_bias(product)
 
 
 class OnnxInt8Linear(_StoredLinear):
@@ -332,7 +333,7 @@ class OnnxInt8Linear(_StoredLinear):
             scale = token_scale(input, bits)
             codes = self._codes(input / scale, step, zero)
             product = self._product(codes, step, zero) * scale
-            return product if self.bias is None else product + self.bias
+            return self._plus_bias(product)
         if self.grid.scale == "per_tensor" and bits == 8:
             codes, step, zero = torch.onnx.ops.symbolic_multi_out(
                 "DynamicQuantizeLinear",
@@ -424,10 +425,9 @@ class OnnxNBitsLinear(_Stored):
             (self.codes, self.scale, self.zero_point),
             self.columns,
             self.bits,
-            self.block,
             _INT8_ACTIVATIONS,
         )
-        return product if self.bias is None else product + self.bias
+        return self._plus_bias(product)
 
 
 def _matmul_nbits(
@@ -435,7 +435,6 @@ def _matmul_nbits(
     weight: Sequence[Tensor | None],
     columns: int,
     bits: int,
-    block: int,
     level: int,
 ) -> Tensor:
     """Multiply `input` `[..., columns]` with codes `[rows, blocks, bytes]`; `weight` is these, scales and zeros."""
@@ -450,7 +449,7 @@ def _matmul_nbits(
         K=columns,
         N=len(codes),
         bits=bits,
-        block_size=block,
+        block_size=codes.shape[-1] * 8 // bits,
         accuracy_level=level,
     )
 
@@ -497,7 +496,7 @@ class OnnxQdqLinear(_StoredLinear):
         product = torch.matmul(
             _dequantize_linear(codes, self.step, self.middle), weight
         )
-        return product if self.bias is None else product + self.bias
+        return self._plus_bias(product)
 
 
 def per_row(weight: Quantized) -> Quantized:

@@ -370,7 +370,7 @@ def test_how_large_pictures_are(text: str | None, shape: tuple[int, int], tmp_pa
         ("", "there must be rows"),
         ("{", "line 1: must be a JSON object"),
         ('{"a": "x", "label": 1}\n{"a": "x", "b": "y", "label": 0}', "as many texts"),
-        ('{"a": "x", "label": 1}\n{"a": "x"}', "all a label or none"),
+        ('{"a": "x", "label": 1}\n{"a": "x"}', "all with a label or none"),
         ('{"a": "x", "label": "yes"}', "line 1"),
         ('{"label": 1}', "line 1"),
         ('{"a": "x", "label": NaN}', "line 1"),
