@@ -16,6 +16,7 @@ like, and does not outlive a change of the weight or of its precision.
 
 import contextlib
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, cast
 
@@ -42,9 +43,9 @@ class QuantModule(nn.Module):
         value = self._parameters.get(name)
         return self.__dict__.get(name) if value is None else value
 
+    @abstractmethod
     def state_of(self, name: str) -> LayerState | None:
         """How a parameter is quantized; None for one that stays in float."""
-        raise NotImplementedError
 
     def quantized_weights(self) -> "list[QuantLayer]":
         """The module itself, or the parameters in it that are quantized each by itself."""
