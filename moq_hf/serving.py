@@ -296,8 +296,8 @@ ONNX = Server(
     classes=r"^(?!.*Head|XLNet|.*Mamba|Jamba|CLIP|Wav2Vec2|WavLM|Whisper).*(For(Sequence|Token|Image)Classification|ForCausalLM|Model)$",
     half_scales=False,
     # The tests of the export.
-    tried=f"{_ENCODERS} {_CAUSAL} DebertaV2ForSequenceClassification DistilBertForSequenceClassification RobertaForSequenceClassification T5EncoderModel "
-    "ViTModel ViTForImageClassification ResNetForImageClassification ConvNextForImageClassification",
+    tried=f"{_ENCODERS} {_CAUSAL} DebertaV2ForSequenceClassification DistilBertForSequenceClassification "
+    "RobertaForSequenceClassification T5EncoderModel ViTModel ViTForImageClassification ResNetForImageClassification ConvNextForImageClassification",
 )
 SERVERS = (TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF, ONNX)
 REQUIRED = {server.key: server for server in SERVERS}
