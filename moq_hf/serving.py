@@ -297,7 +297,8 @@ ONNX = Server(
     half_scales=False,
     # The tests of the export.
     tried=f"{_ENCODERS} {_CAUSAL} DebertaV2ForSequenceClassification DistilBertForSequenceClassification "
-    "RobertaForSequenceClassification T5EncoderModel ViTModel ViTForImageClassification ResNetForImageClassification ConvNextForImageClassification",
+    "RobertaForSequenceClassification T5EncoderModel ViTModel ViTForImageClassification ResNetForImageClassification "
+    "ConvNextForImageClassification",
 )
 SERVERS = (TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF, ONNX)
 REQUIRED = {server.key: server for server in SERVERS}
