@@ -37,7 +37,7 @@ def read(root: Path | None = None) -> Corpus:
     """The modules under a folder; None is this Python's standard library."""
     corpus = Corpus({}, {})
     for name, source in sources(root):
-        text = "\n".join(line for _, line in sorted((*_docstrings(source), *_comments(source))))
+        text = "\n".join(line for _, line in sorted((*docstrings(source), *_comments(source))))
         if text:
             part = corpus.validation if is_held_out(name) else corpus.train
             part[name] = text
@@ -58,7 +58,8 @@ def sources(root: Path | None = None) -> Iterator[tuple[str, str]]:
             yield ".".join(place.with_suffix("").parts), path.read_text(encoding="utf-8")
 
 
-def _docstrings(source: str) -> Iterator[tuple[int, str]]:
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """The docstrings of a module, each with its line."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)

@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from .schedule import PrecisionSchedule as PrecisionSchedule
     from .trainer import MoQTrainer as MoQTrainer
     from .training.checkpoints import last_checkpoint as last_checkpoint
+    from .training.distillation import MoQDistillation as MoQDistillation
 
 _HOMES = {
     "MoQCallback": "callback",
     "MoQConfig": "config",
     "MoQConfigError": "errors",
+    "MoQDistillation": "training.distillation",
     "MoQError": "errors",
     "MoQTrainer": "trainer",
     "PrecisionSchedule": "schedule",

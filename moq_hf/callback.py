@@ -28,7 +28,7 @@ from .errors import MoQError, one_line
 from .forecast import Plan, plan
 from .model.convert import check_bypassed_weights, is_quantized
 from .model.selection import take_inventory
-from .names import uncompiled, without_peft
+from .names import pretrained, uncompiled
 from .packed.files import bytes_in
 from .packed.load_check import ReferenceOutputs, kept_batch
 from .packed.save import Delivered, SaveOptions, deliver
@@ -309,7 +309,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller = self._controller_of(args, state, model, resumed)
         if self._host is not None:
             # So that the Trainer can load what it saves.
-            checkpoints_as_modules(self._host, without_peft(controller.model))
+            checkpoints_as_modules(self._host, pretrained(controller.model))
         self._began = time.perf_counter()
         self._loss_scale = loss_scale(kwargs.get("optimizer"))
         self._prepare_measuring(controller, args, state)

@@ -194,7 +194,20 @@ class DistillationConfig:
     ] = None
     logits: Annotated[Weight, key("weight of the teacher's logits in the loss")] = 1.0
     hidden: Annotated[Weight, key("weight of the teacher's hidden states")] = 1.0
-    # All three as in the runs of docs/results.md, "Scores at equal steps".
+    similarity: Annotated[
+        Weight,
+        key("weight of how the texts of a batch compare: of their embeddings' cosines"),
+    ] = 0.0
+    embedding: Annotated[
+        Weight, key("weight of the cosine of embeddings with the teacher's")
+    ] = 0.0
+    relations: Annotated[
+        Weight,
+        key(
+            "weight of the relations between tokens in the last layer: of queries, of keys, of values (MiniLMv2)"
+        ),
+    ] = 0.0
+    # Logits, hidden and labels as in the runs of docs/results.md, "Scores at equal steps".
     labels: Annotated[Weight, key("weight of the task's own loss")] = 1.0
 
 
@@ -448,7 +461,8 @@ class ConfigFields:
     embeddings: Annotated[
         ByteBits | Literal["auto"] | None,
         key(
-            "bits of embedding tables, one scale per row, and of output heads that share one; null leaves them alone; "
+            "bits of embedding tables, at 8 with one scale per row, and of output heads that share one; null leaves "
+            "them alone; "
             "`auto`: 8 where the model is an encoder and `serve` names neither vllm nor sglang",
             "quantize_embeddings",
         ),
@@ -654,8 +668,9 @@ class ConfigFields:
                 "quantize_algo.range: full is of symmetric grids, an asymmetric one has all its codes; "
                 "set it to narrow, or quantize_algo.q_type to symmetric"
             )
-        if not self.distillation.logits and not self.distillation.hidden:
-            yield "distillation: logits and hidden are both 0, so a teacher would teach nothing; give one a weight"
+        taught = ("logits", "hidden", "similarity", "embedding", "relations")
+        if not any(getattr(self.distillation, name) for name in taught):
+            yield f"distillation: {', '.join(taught)} are all 0, so a teacher would teach nothing; give one a weight"
         if (
             self.sensitivity.measure is not None
             and not self.eigenvalue.enabled

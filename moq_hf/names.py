@@ -7,6 +7,7 @@ from torch import nn
 
 from .errors import MoQError
 from .seams.engines import FSDP2
+from .seams.sentence_transformers import body_of
 from .seams.transformers import (
     ADAPTED,
     CHECKPOINTED,
@@ -75,6 +76,12 @@ def without_peft(model: nn.Module) -> nn.Module:
     if callable(get) and hasattr(model, "peft_config"):
         return cast(nn.Module, get())
     return model
+
+
+def pretrained(model: nn.Module) -> nn.Module:
+    """The model of transformers in PEFT's wrapper, or in a model of Sentence Transformers; any other model as it is."""
+    inner = without_peft(model)
+    return body_of(inner) or inner
 
 
 def adapters(model: nn.Module) -> list[str]:

@@ -17,7 +17,7 @@ from .formats.stored import EncodeSpec
 from .formats.table import form_of, has_codes
 from .model.inventory import FUSED, Inventory, is_convolution
 from .model.sizes import is_unpacked_while_loading
-from .names import plain_name, without_fsdp, without_peft
+from .names import plain_name, pretrained, without_fsdp, without_peft
 from .processes import shape_of
 from .quant_experts import experts_parameters, matrix_of
 from .schedule import FLOAT_BITS
@@ -620,7 +620,7 @@ def _kind_of(layer: nn.Module) -> Kind:
 
 def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
     """Describe the model as it will be delivered if scheduled layers end at these bits, where there is a choice."""
-    model = without_peft(inventory.model)
+    model = pretrained(inventory.model)
 
     def saved(name: str) -> str:
         return plain_name(name, inventory.adapters) or ""

@@ -45,6 +45,7 @@ from .training.distillation import (
     loss_parts,
     weighted_sum,
 )
+from .training.embeddings import queries_keys_values
 from .training.float_first import FloatPhase, after_float, share_of
 from .training.measuring import evaluating
 from .training.messages import loss_in_words
@@ -412,20 +413,32 @@ class MoQTrainer(Trainer):
             {**inputs, "output_hidden_states": True} if config.hidden else dict(inputs)
         )
         count = num_items_in_batch if self._teacher is None else self._count_of(inputs)
-        # The Trainer takes the labels out where it computes the loss itself.
-        loss, outputs = super().compute_loss(model, dict(inputs), True, count)
+        with queries_keys_values(student, config.relations) as ours:
+            if self._teacher is not None and not config.labels:
+                # There may be none, nor a loss in the model's output.
+                loss, outputs = None, model(**inputs)
+            else:
+                # The Trainer takes the labels out where it computes the loss itself.
+                loss, outputs = super().compute_loss(model, dict(inputs), True, count)
         teacher = student
         teacher_outputs = outputs
+        theirs = ours
         if self._teacher is not None:
             teacher = self._teacher
             # As the student, around whose forward pass Accelerate has put it.
-            with torch.no_grad(), self.accelerator.autocast():
+            with (
+                torch.no_grad(),
+                self.accelerator.autocast(),
+                queries_keys_values(teacher, config.relations) as theirs,
+            ):
                 teacher_outputs = teacher(**inputs)
         # With labels a forward pass finds out what it is, if the config did not say it.
         problem = getattr(teacher.config, "problem_type", None)
         inputs = {**inputs, "labels": labels_at_logits(student, inputs.get("labels"))}
         with torch.set_grad_enabled(self._teacher is not None):
-            parts = loss_parts(loss, outputs, teacher_outputs, inputs, config, problem)
+            parts = loss_parts(
+                loss, outputs, teacher_outputs, inputs, config, problem, (ours, theirs)
+            )
         if self._teacher is not None:
             loss = weighted_sum(parts, config)
             values = torch.stack([part.detach() for part in parts.values()])

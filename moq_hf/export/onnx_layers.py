@@ -215,7 +215,7 @@ class OnnxEmbedding(_Stored):
     Codes of up to 4 bits lie in the two halves of a byte, as MatMulNBits has them.
 
     Args:
-        weight: Signed codes `[rows, columns]`, and a scale per row.
+        weight: Signed codes `[rows, columns]`, and scales per row or group in a row.
         bits: Bits of the codes.
         factor: What rows are multiplied with.
     """
@@ -245,7 +245,8 @@ class OnnxEmbedding(_Stored):
             # OpenVINO computes something else with BitShift.
             high = (codes / 16).floor()
             codes = torch.stack((codes - 16 * high, high), -1).flatten(-2) - 8
-        return codes * scale
+        groups = codes.unflatten(-1, (scale.shape[-1], -1))
+        return (groups * scale.unsqueeze(-1)).flatten(-2)
 
 
 class OnnxTiedLinear(_Stored):

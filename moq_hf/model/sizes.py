@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 from ..errors import MoQError, one_line
 from ..formats.stored import MAX_PACKED_BITS, EncodeSpec
 from ..formats.table import FORMS, form_of
-from ..names import without_fsdp, without_peft
+from ..names import pretrained, without_fsdp, without_peft
 from ..processes import shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..quantizer import Quantized
 from ..schedule import FLOAT_BITS
+from ..seams.sentence_transformers import body_of
 from ..seams.transformers import initialize_again, original_format
 from ..weight_matrix import is_experts, parameter_of
 from .inventory import Inventory
@@ -217,7 +218,7 @@ class FileSize:
         has_table = len(layers) < len(self._layers)
         reasons = {
             "only models of transformers are packed": not isinstance(
-                model, PreTrainedModel
+                pretrained(model), PreTrainedModel
             ),
             "Conv1D layers are saved as floats on the grid, at full size": "conv1d"
             in kinds,
@@ -245,7 +246,7 @@ class FileSize:
     def _size(self, tensors: Mapping[str, Tensor]) -> int:
         """Bytes of tensors and, once the end of the data is known, of their entries in the header."""
         total = 0
-        model = without_peft(self._inventory.model)
+        model = pretrained(self._inventory.model)
         # Longer names in the files make a longer header.
         if isinstance(model, PreTrainedModel):
             tensors = original_format(model, tensors)
@@ -299,8 +300,10 @@ def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def parts_are_called(model: nn.Module) -> bool:
     """Whether users call parts of the model by themselves, past the first forward pass that would unpack all of it."""
     config = getattr(model, "config", None)
+    # Sentence Transformers call `forward`, past hooks.
     return bool(
-        getattr(config, "is_encoder_decoder", False)
+        body_of(model)
+        or getattr(config, "is_encoder_decoder", False)
         or getattr(config, "sub_configs", None)
     )
 

@@ -14,6 +14,7 @@ from ..config import MoQConfig
 from ..errors import read_json
 from ..formats.table import has_codes
 from ..schedule import FLOAT_BITS
+from ..seams.sentence_transformers import LEAST, LIBRARY, PIPELINES, loads_as
 from ..seams.transformers import training_summary
 from ..text import float_after, markdown_table, megabytes, metric_rows, metrics_in
 from ..training.float_first import before_float
@@ -78,7 +79,9 @@ def write_card(
     before = metrics_in(found.state.get("float_metrics") or {})
     measured = {metric: value for metric, value in metrics.items() if metric != "loss"}
     data.model_name = name.rpartition("/")[2]
-    data.library_name = "transformers"
+    kind = loads_as(folder)
+    data.library_name = "sentence-transformers" if kind else "transformers"
+    data.pipeline_tag = data.pipeline_tag or PIPELINES.get(kind)
     data.tags = list(dict.fromkeys([*TAGS, _format(found), *(data.tags or [])]))
     if data.base_model:
         data["base_model_relation"] = "finetune"
@@ -213,25 +216,29 @@ def _loading(name: str, folder: Path, saved: Verification) -> str:
     ):
         return _BY_HAND
     cls, load = how_to_load(folder, name)
-    module = (
-        "transformers" if hasattr(transformers, cls) else "the_module_that_defines_it"
-    )
-    needs = " ".join(
-        f'"{library}>={least}"'
-        for library, least in saved.state.get("needs", {}).items()
-    )
+    module = "the_module_that_defines_it"
+    libraries = dict(saved.state.get("needs", {}))
+    if loads_as(folder):
+        module = LIBRARY
+        libraries["sentence-transformers"] = LEAST
+    elif hasattr(transformers, cls):
+        module = "transformers"
+    needs = " ".join(f'"{library}>={least}"' for library, least in libraries.items())
     return _BY_TRANSFORMERS.format(
         module=module, cls=cls, load=load, needs=needs or "transformers"
     )
 
 
 def how_to_load(folder: Path, name: str) -> tuple[str, str]:
-    """The class that loads a folder which `save_pretrained` wrote, and the Python expression that does.
+    """The class that loads a folder, of Sentence Transformers or of transformers, and the Python expression that does.
 
     Args:
         folder: With its `config.json`.
         name: The folder's name in the expression.
     """
+    kind = loads_as(folder)
+    if kind is not None:
+        return kind, f'{kind}("{name}")'
     config = read_json(folder / "config.json")
     # The class that was proven: that of `AutoModel` may have no head, or another one.
     cls = config["architectures"][0]

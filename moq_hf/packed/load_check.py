@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import psutil
 import torch
@@ -21,6 +21,7 @@ from ..model.convert import quantized_layers
 from ..names import named_modules, uncompiled, without_fsdp, without_peft
 from ..processes import is_apart
 from ..quant_linear import QuantLayer
+from ..seams.sentence_transformers import body_of
 from ..seams.transformers import attention_of
 from ..training.measuring import ONE_AT_A_TIME, evaluating
 from ..weight_matrix import parameter_of
@@ -119,7 +120,7 @@ class ReferenceOutputs:
         self.model = uncompiled(model)
         self._device = next(self.model.parameters()).device
         self._autocast = autocast
-        sizes = (len(v) for v in inputs.values() if isinstance(v, Tensor) and v.dim())
+        sizes = (len(tensor) for tensor in tensors_of(inputs) if tensor.dim())
         self.examples = next(sizes, 0)
         # With the inputs of layers rounded, where training does so, and without: not
         # every folder can say how they are.
@@ -304,10 +305,12 @@ class ReferenceOutputs:
         # Kernels of attention round differently, so the model's own is asked for.
         attention = attention_of(getattr(base, "config", None))
         settings = {} if attention is None else {"attn_implementation": attention}
+        cls: Any = without_fsdp(type(base))
         with quiet(), torch.random.fork_rng(), torch.device("cpu"):
-            loaded: nn.Module = cast(Any, without_fsdp(type(base))).from_pretrained(
-                folder, **settings
-            )
+            if body_of(base) is None:
+                loaded: nn.Module = cls.from_pretrained(folder, **settings)
+            else:
+                loaded = cls(str(folder), model_kwargs=settings, device="cpu")
             if base is not self.model:
                 from peft import PeftModel
 

@@ -18,10 +18,11 @@ from ..formats.stored import MAX_PACKED_BITS
 from ..formats.table import LAYOUTS, Layout, has_codes
 from ..model.inventory import Inventory
 from ..model.sizes import ModelSizes, is_unpacked_while_loading
-from ..names import uncompiled, without_peft
+from ..names import pretrained, uncompiled, without_peft
 from ..processes import is_apart
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
+from ..seams.sentence_transformers import save_around
 from ..seams.transformers import (
     has_adapter,
     refuse_older,
@@ -227,7 +228,7 @@ def deliver(
         load = f'model.load_state_dict(load_file("{folder / SINGLE}"))'
     else:
         _, load = how_to_load(folder, str(folder))
-        if saving.model is not saving.whole_model:
+        if saving.is_adapted:
             load = f'PeftModel.from_pretrained({load}, "{folder / ADAPTER}")'
     return Delivered(folder, saved.file_bytes, saved.proof, saved.summary(), load)
 
@@ -241,8 +242,13 @@ class _Saving:
         self.target = Path(directory)
         self.options = options
         self.whole_model = uncompiled(model)
-        self.model: Any = without_peft(self.whole_model)
+        self.is_adapted = without_peft(self.whole_model) is not self.whole_model
         self.whole = Inventory.of(self.whole_model)
+        self._take(pretrained(self.whole_model))
+
+    def _take(self, model: Any) -> None:
+        """Take the part of the model whose layers are encoded."""
+        self.model = model
         self.inventory = (
             self.whole if self.model is self.whole_model else Inventory.of(self.model)
         )
@@ -298,10 +304,17 @@ class _Saving:
             tensors, rest = self._encode(encoder)
             if by_hand is None:
                 renamed = encoder.rename(self.model, tensors)
-                _write_packed_files(staging, self.model, renamed, encoder, self.options)
+                save_around(
+                    self.whole_model,
+                    self.model,
+                    staging,
+                    lambda folder: _write_packed_files(
+                        folder, self.model, renamed, encoder, self.options
+                    ),
+                )
             else:
                 self._write_by_hand(staging, tensors)
-            if self.whole_model is not self.model:
+            if self.is_adapted:
                 _write_adapter(
                     staging / ADAPTER, self.whole_model, self.options.state_dict
                 )
@@ -317,6 +330,7 @@ class _Saving:
         Raises:
             MoQError: The files cannot be written, or a weight holds NaN or Inf.
         """
+        self._take(without_peft(self.whole_model))
         # Nothing ties again what `load_state_dict` loads.
         encoder = Encoder(self.inventory, self.layers, "floats")
         with alone_at(self.target):
@@ -375,6 +389,13 @@ class _Saving:
             raise MoQError(
                 "the model has no quantized layer: call quantize_model first, or train it with MoQ"
             )
+        parts = (self.whole, self.inventory)
+        layers, inside = (part.instances(QuantLayer) for part in parts)
+        if len(layers) > len(inside):
+            raise MoQError(
+                "quantized layers lie outside of the model of transformers: leave them in full precision "
+                "(quantize_heads: false)"
+            )
         if self.target.exists() and not self.target.is_dir():
             raise MoQError(f"{self.target} is a file, not a directory")
         sharing = self.inventory.shared(self.quantized)
@@ -409,7 +430,7 @@ class _Saving:
             return ["floats"]
         if wanted is not None:
             return [wanted]
-        if is_unpacked_while_loading(self.model, encoder.packed):
+        if is_unpacked_while_loading(without_peft(self.whole_model), encoder.packed):
             return ["unpacked", "floats"]
         # Servers take asymmetric grids as they are unpacked while loading; tables of
         # more bits would be dense there.

@@ -18,7 +18,7 @@ from ..formats.table import FORMS
 from ..model.convert import dequantize_model, quantized_layers
 from ..model.inventory import is_packed
 from ..model.sizes import covered
-from ..names import adapters, uncompiled, without_peft
+from ..names import adapters, pretrained, uncompiled
 from ..quantizer import Quantized, dequantize
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import (
@@ -272,12 +272,12 @@ def split(
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model as its forward pass uses them, on the CPU."""
-    tensors = dict(without_peft(model).state_dict())
+    tensors = dict(pretrained(model).state_dict())
     if is_packed(model):
         model = dequantize_model(copy.deepcopy(model))
         # What it rounds inputs with is lost there.
         tensors = {n: t for n, t in tensors.items() if n.endswith(".input_scale")}
-    model = without_peft(model)
+    model = pretrained(model)
     tensors |= model.state_dict()
     tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     for name, layer in quantized_layers(model).items():
@@ -296,7 +296,7 @@ def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, 
     if state["names"] is None:
         return tensors
     # Layers have their own names here, and so have weights that would be taken apart.
-    return tensors | original_format(without_peft(uncompiled(model)), tensors)
+    return tensors | original_format(pretrained(uncompiled(model)), tensors)
 
 
 class _Contents:
@@ -415,7 +415,7 @@ def _check_all_compared(
     Raises:
         MoQError: They lack some; names them.
     """
-    base = without_peft(uncompiled(model))
+    base = pretrained(uncompiled(model))
     made = tied_parameters(base).keys() | never_saved(base)
     # A tensor may be there under several names, or in parts.
     stored = {expected[name].untyped_storage().data_ptr() for name in compared}

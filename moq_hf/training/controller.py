@@ -16,7 +16,7 @@ from ..model.convert import check_finite, prepare_model
 from ..model.inventory import Inventory
 from ..model.selection import split_blocks, take_inventory
 from ..model.sizes import FileSize, ModelSizes
-from ..names import without_peft
+from ..names import pretrained
 from ..processes import agree, device_of, is_distributed, shape_of
 from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
@@ -307,8 +307,8 @@ class MoQController:
         return self._named_in_charts(scalars)
 
     def _named_in_charts(self, scalars: dict[str, float]) -> dict[str, float]:
-        """Scalars of blocks under the names that these have without PEFT's wrapper, which says nothing in a chart."""
-        inner = without_peft(self.inventory.model)
+        """Scalars of blocks under the names that these have without a wrapper, which says nothing in a chart."""
+        inner = pretrained(self.inventory.model)
         if inner is self.inventory.model:
             return scalars
         path = next(n for n, m in self.inventory.modules.items() if m is inner)

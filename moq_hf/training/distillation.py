@@ -7,16 +7,19 @@ The loss is a weighted sum of three means over a batch:
   count: in a model that predicts the next token, those before it.
 - hidden: the squared difference of hidden states over the teacher's mean square, averaged over the embedding output and
   all layers. Padding does not count.
+- similarity, embedding, relations: of embeddings, see `embeddings`.
 - labels: the task's own loss.
 
-As in TernaryBERT (Zhang et al., 2020, arXiv 2009.12812), which has no labels, and adds
+Logits and hidden states as in TernaryBERT (Zhang et al., 2020, arXiv 2009.12812), which has no labels, and adds
 attention scores; those do not exist with fused attention.
 """
 
+import copy
 import inspect
 import logging
 import zlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,9 +29,16 @@ from transformers import PreTrainedModel
 
 from ..config_fields import DistillationConfig
 from ..errors import MoQError, one_line
-from ..model.convert import dequantize_model
+from ..model.convert import dequantize_model, is_quantized
 from ..model.inventory import is_packed
 from ..names import without_fsdp, without_peft
+from .embeddings import (
+    embedding_loss,
+    embeddings_in,
+    queries_keys_values,
+    relation_loss,
+    similarity_loss,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +46,25 @@ _STATES = {
     "hidden_states": "attention_mask",
     "encoder_hidden_states": "attention_mask",
     "decoder_hidden_states": None,
+    # Of Sentence Transformers.
+    "all_layer_embeddings": "attention_mask",
 }
 # What both models must have in common: what inputs mean, what outputs mean, and the
 # shape of what is compared.
 _COMMON = ("vocab_size", "num_labels", "model_type")
 _COMMON_HIDDEN = ("hidden_size", "num_hidden_layers")
+# The parts of the loss, in the words of the config.
+PARTS = {
+    "labels": "the task's own",
+    "logits": "the teacher's logits",
+    "hidden": "its hidden states",
+    "similarity": "its similarities",
+    "embedding": "its embeddings",
+    "relations": "its relations of tokens",
+}
+# What the log calls the part `labels`.
+TASK = "task"
+_NOTHING = dict.fromkeys(PARTS, 0.0)
 
 
 def load_teacher(
@@ -129,6 +153,73 @@ def load_teacher(
     return cast(PreTrainedModel, teacher.to(device))
 
 
+class MoQDistillation(nn.Module):
+    """Follow a float teacher on texts alone: a loss for the Trainers of Sentence Transformers, beside a `MoQCallback`.
+
+    Its parts are means over the columns of the data set, each multiplied by its weight;
+    the Trainer adds them up and logs them. Labels are not read.
+
+    Args:
+        model: The `SentenceTransformer` that the Trainer has.
+        teacher: A float one, another object; None copies `model` as it is now, before a
+            Trainer has it.
+        **weights: `similarity`, `embedding`, `relations` and `hidden`, as in the
+            config's `distillation`. Those left out are 0; without any, `similarity` and
+            `embedding` are 1.
+
+    Raises:
+        MoQConfigError: A weight is none.
+        MoQError: There is no teacher, and the model is quantized already.
+    """
+
+    def __init__(
+        self, model: nn.Module, teacher: nn.Module | None = None, **weights: float
+    ) -> None:
+        super().__init__()
+        if teacher is None and is_quantized(model.modules()):
+            raise MoQError(
+                "distillation: the model is quantized already: give a float teacher"
+            )
+        weights = weights or {"similarity": 1.0, "embedding": 1.0}
+        self.config = DistillationConfig(**{**_NOTHING, **weights})
+        self.model = model
+        self.teacher = copy.deepcopy(model) if teacher is None else teacher
+        self.teacher.requires_grad_(False)
+
+    def forward(
+        self, sentence_features: Iterable[Mapping[str, Any]], labels: Any = None
+    ) -> dict[str, Tensor]:
+        """The parts of the loss for a batch, scalars; `sentence_features` has the tokens of each column."""
+        self.teacher.eval()
+        total: dict[str, Any] = Counter()
+        columns = list(sentence_features)
+        for features in columns:
+            student, ours = self._outputs(self.model, features)
+            with torch.no_grad():
+                teacher, theirs = self._outputs(self.teacher, features)
+            parts = loss_parts(
+                None, student, teacher, features, self.config, None, (ours, theirs)
+            )
+            for name, part in weighted(parts, self.config).items():
+                total[name] += part / len(columns)
+        return dict(total)
+
+    def _outputs(
+        self, model: nn.Module, features: Mapping[str, Any]
+    ) -> tuple[Any, list[Tensor]]:
+        """What a model makes of its features, and queries, keys and values."""
+        parts = (m for m in model.modules() if isinstance(m, PreTrainedModel))
+        settings: Any = next(parts).config
+        before = settings.output_hidden_states
+        # Sentence Transformers hand on the states of all layers where the config says so.
+        settings.output_hidden_states = bool(self.config.hidden)
+        try:
+            with queries_keys_values(model, self.config.relations) as found:
+                return model(dict(features)), found
+        finally:
+            settings.output_hidden_states = before
+
+
 def fingerprint(teacher: nn.Module) -> int:
     """A checksum of the parameters' names and bytes, 0 to 2^32 - 1; it tells a resumed run if the teacher changed."""
     total = 0
@@ -139,26 +230,29 @@ def fingerprint(teacher: nn.Module) -> int:
 
 
 def loss_parts(
-    task_loss: Tensor,
+    task_loss: Tensor | None,
     student: Any,
     teacher: Any,
     inputs: Mapping[str, Any],
     config: DistillationConfig,
     problem: str | None = None,
+    relations: Sequence[Sequence[Tensor]] = ((), ()),
 ) -> dict[str, Tensor]:
     """The parts of the loss described in the module's docstring, before their weights.
 
     Args:
-        task_loss: The student's own loss, a scalar.
+        task_loss: The student's own loss, a scalar; None if `config.labels` is 0.
         student: Output of the student, with hidden states if `config.hidden` is not 0.
         teacher: Output of the teacher for the same `inputs`.
         inputs: The batch of both: `attention_mask` is read, and `labels`, as `labels_at_logits`
             gives them.
         config: The weights.
         problem: See `logits_loss`.
+        relations: Queries, keys and values of the student and of the teacher, if
+            `config.relations` is not 0.
 
     Returns:
-        Scalars, float32: `task`, `logits` and `hidden`; those of weight 0 are left out.
+        Scalars, float32: `task` and the names of the other weights; those of weight 0 are left out.
 
     Raises:
         MoQError: The outputs have no names, no logits, or no hidden states.
@@ -168,7 +262,9 @@ def loss_parts(
             raise MoQError(
                 f"distillation: the model's output has no names (return_dict), it is {type(output).__name__}"
             )
-    parts = {"task": task_loss.float()} if config.labels else {}
+    parts = {}
+    if task_loss is not None and config.labels:
+        parts[TASK] = task_loss.float()
     if config.logits:
         ours = logits_in(student)
         theirs = logits_in(teacher)
@@ -179,17 +275,27 @@ def loss_parts(
             )
         parts["logits"] = logits_loss(ours, theirs, inputs.get("labels"), problem)
     if config.hidden:
-        states = []
-        for name, mask_name in _STATES.items():
-            mask = inputs.get(mask_name) if mask_name else None
-            pairs = zip(student.get(name) or (), teacher.get(name) or (), strict=True)
-            states += [_state_loss(a.float(), b.float(), mask) for a, b in pairs]
-        if not states:
-            raise MoQError(
-                "distillation: the model's output has no hidden states; set distillation.hidden to 0"
-            )
-        parts["hidden"] = torch.stack(states).mean()
+        parts["hidden"] = _hidden_loss(student, teacher, inputs)
+    mask = inputs.get("attention_mask")
+    if config.similarity or config.embedding:
+        vectors = [embeddings_in(output, mask) for output in (student, teacher)]
+        if config.similarity:
+            parts["similarity"] = similarity_loss(*vectors)
+        if config.embedding:
+            parts["embedding"] = embedding_loss(*vectors)
+    if config.relations:
+        parts["relations"] = relation_loss(*relations, mask)
     return parts
+
+
+def weighted(
+    parts: Mapping[str, Tensor], config: DistillationConfig
+) -> dict[str, Tensor]:
+    """Each part of the loss, multiplied by its weight."""
+    return {
+        name: part * getattr(config, "labels" if name == TASK else name)
+        for name, part in parts.items()
+    }
 
 
 def weighted_sum(parts: Mapping[str, Tensor], config: DistillationConfig) -> Tensor:
@@ -199,8 +305,7 @@ def weighted_sum(parts: Mapping[str, Tensor], config: DistillationConfig) -> Ten
     >>> weighted_sum(parts, DistillationConfig(hidden=0.5))
     tensor(2.)
     """
-    weights = {"task": config.labels, "logits": config.logits, "hidden": config.hidden}
-    return cast(Tensor, sum(weights[name] * part for name, part in parts.items()))
+    return cast(Tensor, sum(weighted(parts, config).values()))
 
 
 def logits_in(output: Any) -> dict[str, Tensor]:
@@ -291,6 +396,21 @@ def _cross_entropy(
         kept = labels.ne(-100)
         return (loss * kept).sum() / kept.sum().clamp(min=1)
     return loss.mean()
+
+
+def _hidden_loss(
+    student: Mapping[str, Any], teacher: Mapping[str, Any], inputs: Mapping[str, Any]
+) -> Tensor:
+    states = []
+    for name, mask_name in _STATES.items():
+        mask = inputs.get(mask_name) if mask_name else None
+        pairs = zip(student.get(name) or (), teacher.get(name) or (), strict=True)
+        states += [_state_loss(a.float(), b.float(), mask) for a, b in pairs]
+    if not states:
+        raise MoQError(
+            "distillation: the model's output has no hidden states; set distillation.hidden to 0"
+        )
+    return torch.stack(states).mean()
 
 
 def _state_loss(student: Tensor, teacher: Tensor, mask: Any) -> Tensor:

@@ -20,6 +20,7 @@ from ..processes import shape_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..text import megabytes
 from .budget import Choice
+from .distillation import PARTS, TASK
 from .resume import describe
 
 logger = logging.getLogger(__name__)
@@ -339,9 +340,10 @@ def loss_in_words(config: DistillationConfig) -> str:
     1 x the task's own (moq/loss_task) + 1 x the teacher's logits (moq/loss_logits) + 0.5 x its hidden states \
 (moq/loss_hidden)
     """
-    return (
-        f"{config.labels:g} x the task's own (moq/loss_task) + {config.logits:g} x the teacher's logits "
-        f"(moq/loss_logits) + {config.hidden:g} x its hidden states (moq/loss_hidden)"
+    return " + ".join(
+        f"{weight:g} x {what} (moq/loss_{TASK if name == 'labels' else name})"
+        for name, what in PARTS.items()
+        if (weight := getattr(config, name))
     )
 
 

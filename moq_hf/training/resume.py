@@ -4,6 +4,7 @@ import json
 import logging
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, NotRequired
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from ..config import MoQConfig
-from ..config_fields import Count, Positive, Weight
+from ..config_fields import Count, DistillationConfig, Positive, Weight
 from ..errors import MoQConfigError, MoQError, read_as, show
 from ..inputs import LARGEST_RANGE
 from ..quantizer import RATIOS
@@ -52,10 +53,7 @@ _FROM_NOW_ON = frozenset(
         "eigenvalue.max_overhead",
         "eigenvalue.num_samples",
         "sensitivity.measure",
-        "distillation.teacher",
-        "distillation.logits",
-        "distillation.hidden",
-        "distillation.labels",
+        *(f"distillation.{field.name}" for field in fields(DistillationConfig)),
     }
 )
 # Keys that may change if the steps already taken would be the same.

@@ -327,7 +327,7 @@ def test_other_mistakes(teacher: Path, tmp_path: Path) -> None:
     stock = hf.Trainer(new_model(1), arguments, None, rows(), callbacks=[MoQCallback(with_teacher(teacher))])
     with pytest.raises(MoQError, match="a callback cannot change the loss; use MoQTrainer"):
         stock.train()
-    with pytest.raises(MoQConfigError, match="logits and hidden are both 0"):
+    with pytest.raises(MoQConfigError, match="logits, hidden, similarity, embedding, relations are all 0"):
         MoQConfig.from_dict({**CONFIG, "distillation": {"logits": 0, "hidden": 0}})
 
 

@@ -454,27 +454,6 @@ def sentence_model(folder: Path) -> Any:
 
 
 @noisy
-def test_sentence_transformers(tmp_path: Path, stranger: Stranger) -> None:
-    library = pytest.importorskip("sentence_transformers")
-    from sentence_transformers.losses import CosineSimilarityLoss
-
-    model = sentence_model(tmp_path / "body")
-    pairs = {"one": SENTENCES, "two": SENTENCES[::-1], "label": [float(index % 2) for index in range(16)]}
-    library.SentenceTransformerTrainer(
-        model,
-        args=arguments(tmp_path, library.SentenceTransformerTrainingArguments),
-        train_dataset=Dataset.from_dict(pairs),
-        loss=CosineSimilarityLoss(model),
-        callbacks=[MoQCallback(CONFIG)],
-    ).train()
-    # No layer of a body without a head is left out.
-    assert bits_of(model) == TARGET and len(quant_layers(model)) == 13
-    body = model[0].auto_model
-    save_quantized(body, tmp_path / "packed")
-    assert stranger.load(tmp_path / "packed", body, inputs_of(TASK, body))["equal"]
-
-
-@noisy
 def test_setfit(tmp_path: Path) -> None:
     setfit = pytest.importorskip("setfit")
     head = pytest.importorskip("sklearn.linear_model").LogisticRegression()

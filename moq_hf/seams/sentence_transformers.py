@@ -1,0 +1,71 @@
+"""What is relied on in Sentence Transformers, which nothing here imports."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+# Written by each of its models; says of which class it is.
+CONFIG = "config_sentence_transformers.json"
+LIBRARY = "sentence_transformers"
+# The least version that takes what plain transformers 5 saves.
+LEAST = "6.0"
+# What the Hub calls the task of a class.
+PIPELINES: dict[str | None, str] = {
+    "SentenceTransformer": "sentence-similarity",
+    "CrossEncoder": "text-ranking",
+    "SparseEncoder": "feature-extraction",
+}
+
+
+def body_of(model: nn.Module) -> PreTrainedModel | None:
+    """The transformers model in a model of Sentence Transformers; None for any other model.
+
+    Relies on: `auto_model` of the first module of a `SentenceTransformer`, a
+    `CrossEncoder` or a `SparseEncoder`, which is saved in the root of the folder.
+    Breaks: The models are delivered as floats on their grid.
+    """
+    if type(model).__module__.partition(".")[0] != LIBRARY:
+        return None
+    body = getattr(next(model.children(), None), "auto_model", None)
+    return body if isinstance(body, PreTrainedModel) else None
+
+
+def save_around(
+    model: Any, body: nn.Module, folder: Path, write: Callable[[Path], None]
+) -> None:
+    """Write a transformers model by `write`, and what a model of Sentence Transformers around it has.
+
+    Relies on: `BaseModel.save`, in which the first module calls `save_pretrained` of
+    its model with the folder.
+    Breaks: The folder has float weights, and the proof says so.
+    """
+    if body_of(model) is not body:
+        write(folder)
+        return
+
+    def save_pretrained(path: str, **_: Any) -> None:
+        del vars(body)["save_pretrained"]
+        write(Path(path))
+
+    vars(body)["save_pretrained"] = save_pretrained
+    try:
+        model.save(str(folder), create_model_card=False)
+    finally:
+        vars(body).pop("save_pretrained", None)
+
+
+def loads_as(folder: Path) -> str | None:
+    """The class of Sentence Transformers that loads a folder; None: it is of another library.
+
+    Relies on: `model_type` in the file `CONFIG`, which holds the name of the class.
+    Breaks: The card says to load the transformers model alone.
+    """
+    path = folder / CONFIG
+    if not path.exists():
+        return None
+    kind: str | None = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    return kind

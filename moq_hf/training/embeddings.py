@@ -1,0 +1,161 @@
+"""What embeddings have to teach: how texts compare, where they lie, and what the last layer attends to.
+
+They need no labels.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import MoQError
+from ..model.inventory import Inventory
+
+# Similarities are divided by this, as losses of Sentence Transformers do (scale 20).
+TEMPERATURE = 0.05
+# Layers that give queries, keys and values, apart or as one.
+_NAMES = re.compile(r"[qkv](uery|ey|alue)?(_proj|_lin)?|.*qkv.*|c_attn", re.IGNORECASE)
+
+
+def embeddings_in(output: Mapping[str, Any], mask: Any) -> Tensor:
+    """The vectors of the texts of a batch, `[texts, size]`, float32.
+
+    Args:
+        output: Of the model: its `sentence_embedding` where it has one, as models of Sentence
+            Transformers do, else the mean of `last_hidden_state` over the tokens.
+        mask: 1 for tokens, 0 for padding, `[texts, tokens]`; None counts all.
+
+    Raises:
+        MoQError: It has neither.
+    """
+    if "sentence_embedding" in output:
+        return output["sentence_embedding"].float()
+    if "last_hidden_state" not in output:
+        raise MoQError(
+            "distillation: similarity and embedding compare sentence_embedding or last_hidden_state, and the model's "
+            f"output has {', '.join(output)}; set both to 0"
+        )
+    states = output["last_hidden_state"].float()
+    kept = _tokens(states, mask).unsqueeze(-1)
+    return (states * kept).sum(1) / kept.sum(1).clamp(min=1)
+
+
+def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """One minus the cosine of each vector with the teacher's, the mean; both `[texts, size]`.
+
+    As for the hidden states of DistilBERT (Sanh et al., 2019, arXiv 1910.01108).
+    """
+    return 1 - nn.functional.cosine_similarity(student, teacher).mean()
+
+
+def similarity_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """How far the student's neighbors in a batch are from the teacher's; both `[texts, size]`.
+
+    For each text the cosines with the others, divided by `TEMPERATURE`, are a distribution over them: the loss is the
+    divergence KL(teacher, student), the mean over texts. As in probabilistic knowledge
+    transfer (Passalis and Tefas, 2018, arXiv 1803.10837).
+    """
+    others = ~torch.eye(len(student), dtype=torch.bool, device=student.device)
+    ours, theirs = (nn.functional.normalize(x) for x in (student, teacher))
+    return _divergence(ours, theirs, TEMPERATURE, others).mean()
+
+
+def relation_loss(
+    student: Sequence[Tensor], teacher: Sequence[Tensor], mask: Any
+) -> Tensor:
+    """How far the relations between tokens are from the teacher's: of queries, of keys, and of values.
+
+    A relation of a token is the softmax of its products with all tokens in a head, divided by the root of the head's
+    size; the loss is KL(teacher, student), the mean over tokens, heads and the three.
+    MiniLMv2 (Wang et al., 2020, arXiv 2012.15828), with the heads of attention and the
+    last layer.
+
+    Args:
+        student: Three tensors `[texts, heads, tokens, size]`, as `queries_keys_values` gives them.
+        teacher: The same of the teacher.
+        mask: 1 for tokens, 0 for padding, `[texts, tokens]`; None counts all.
+    """
+    losses = []
+    for ours, theirs in zip(student, teacher, strict=True):
+        kept = _tokens(ours[:, 0], mask)
+        root = ours.shape[-1] ** 0.5
+        divergence = _divergence(ours, theirs, root, kept[:, None, None])
+        losses.append(divergence.mean(1)[kept].mean())
+    return torch.stack(losses).mean()
+
+
+@contextlib.contextmanager
+def queries_keys_values(model: nn.Module, wanted: Any = True) -> Iterator[list[Tensor]]:
+    """Collect queries, keys and values of the last layer in a forward pass, `[texts, heads, tokens, size]`.
+
+    Args:
+        model: The model; its layers are found by name.
+        wanted: Nothing is collected where this is false.
+
+    Raises:
+        MoQError: No layers have names that queries, keys and values do.
+    """
+    found: list[Tensor] = []
+    layers, size = _attention(model) if wanted else ([], 0)
+
+    def take(_: nn.Module, __: Any, output: Tensor) -> None:
+        # One layer may give all three.
+        for part in output.chunk(3 // len(layers), -1):
+            found.append(part.unflatten(-1, (-1, size)).transpose(-2, -3).float())
+
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(layer.register_forward_hook(take).remove)
+        yield found
+
+
+def _attention(model: nn.Module) -> tuple[list[nn.Module], int]:
+    """The layers of the last attention that give queries, keys and values, and the size of a head.
+
+    Raises:
+        MoQError: There are none.
+    """
+    found: dict[str, list[nn.Module]] = {}
+    for name, layer in Inventory.of(model).linears.items():
+        parent, _, last = name.rpartition(".")
+        if _NAMES.fullmatch(last):
+            found.setdefault(parent, []).append(layer)
+    if not found:
+        raise MoQError(
+            "distillation.relations: no layers of the model are named as queries, keys and values are (query, q_proj, "
+            "qkv_proj, ...); set it to 0"
+        )
+    body: Any = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
+    config = body.config
+    size = getattr(config, "head_dim", None)
+    return [*found.values()][
+        -1
+    ], size or config.hidden_size // config.num_attention_heads
+
+
+def _tokens(states: Tensor, mask: Any) -> Tensor:
+    """Which positions of `[texts, tokens, size]` count, of bool."""
+    return (
+        torch.ones_like(states[..., 0], dtype=torch.bool)
+        if mask is None
+        else mask.bool()
+    )
+
+
+def _divergence(
+    student: Tensor, teacher: Tensor, scale: float, others: Tensor
+) -> Tensor:
+    """KL(teacher, student) of the distributions that each vector's products, divided by `scale`, give over others."""
+    ours, theirs = (
+        (x @ x.transpose(-1, -2) / scale)
+        # Not infinite: there may be no others.
+        .masked_fill(~others, torch.finfo(x.dtype).min)
+        .log_softmax(-1)
+        for x in (student, teacher)
+    )
+    loss = nn.functional.kl_div(ours, theirs, reduction="none", log_target=True)
+    return loss.sum(-1)

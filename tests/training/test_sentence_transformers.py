@@ -1,0 +1,222 @@
+"""The Trainers of Sentence Transformers with a `MoQCallback`: losses, folders that plain Sentence Transformers load."""
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers as hf
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+
+from moq_hf import MoQCallback, MoQDistillation, MoQError, MoQTrainer, quantize_model, save_quantized, verify_quantized
+from moq_hf.export.onnx import export_onnx
+from moq_hf.model.convert import quant_layers
+
+library = pytest.importorskip("sentence_transformers")
+from sentence_transformers.cross_encoder.losses import MarginMSELoss  # noqa: E402
+from sentence_transformers.sentence_transformer import losses  # noqa: E402
+from sentence_transformers.sentence_transformer import modules as parts  # noqa: E402
+from sentence_transformers.sparse_encoder import losses as sparse_losses  # noqa: E402
+from sentence_transformers.sparse_encoder import modules as sparse_parts  # noqa: E402
+
+noisy = pytest.mark.filterwarnings("ignore")
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+TEXTS = [" ".join(WORDS[(index + step) % 10] for step in range(2 + index % 5)) for index in range(16)]
+SMALL = {"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+FOUR = {"bits": 4, "embeddings": 4, "group_size": 16}
+# A process without moq_hf: loads each folder with the class that is named, and gives its answers.
+STRANGER = """
+import json, sys
+import sentence_transformers
+for line in sys.stdin:
+    name, folder, texts, call = json.loads(line)
+    model = getattr(sentence_transformers, name)(folder, device="cpu")
+    print(json.dumps(eval(call).tolist()), flush=True)
+    assert not any(module.startswith("moq_hf") for module in sys.modules)
+"""
+CALLS = {
+    "SentenceTransformer": "model.encode(texts)",
+    "CrossEncoder": "model.predict([[text, texts[0]] for text in texts])",
+    "SparseEncoder": "model.encode(texts, convert_to_sparse_tensor=False).numpy()",
+}
+
+
+def body(folder: Path, cls: type[hf.PreTrainedModel] = hf.BertModel, **more: Any) -> str:
+    hf.set_seed(0)
+    cls(hf.BertConfig(**SMALL, max_position_embeddings=32, **more)).save_pretrained(folder)
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate([*special, *WORDS])}, "[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
+    hf.PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
+    return str(folder)
+
+
+def encoder(folder: Path, *more: nn.Module) -> Any:
+    transformer = parts.Transformer(body(folder / "body"), max_seq_length=16)
+    return library.SentenceTransformer(modules=[transformer, parts.Pooling(32, "mean"), *more], device="cpu")
+
+
+def answers(name: str, model: Any, texts: list[str] = TEXTS) -> np.ndarray:
+    model.eval()
+    return np.asarray(eval(CALLS[name], {"model": model, "texts": texts}))
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Callable[[str, Path], np.ndarray]]:
+    """Give the answers of a folder in a process that does not know moq_hf."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-I", "-c", STRANGER]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
+
+        def ask(name: str, folder: Path) -> np.ndarray:
+            process.stdin.write(json.dumps([name, str(folder), TEXTS, CALLS[name]]) + "\n")
+            process.stdin.flush()
+            return np.array(json.loads(process.stdout.readline()), dtype=np.float32)
+
+        yield ask
+        process.stdin.close()
+
+
+def train(kind: str, model: Any, folder: Path, columns: dict[str, Any], loss: Any, **more: Any) -> MoQCallback:
+    arguments = getattr(library, f"{kind}TrainingArguments")(
+        str(folder),
+        per_device_train_batch_size=4,
+        max_steps=3,
+        learning_rate=1e-3,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_steps=1,
+    )
+    callback = MoQCallback(**{**FOUR, **more})
+    data = Dataset.from_dict(columns)
+    trainer = getattr(library, f"{kind}Trainer")(model, arguments, data, loss=loss, callbacks=[callback])
+    trainer.train()
+    callback.log_history = trainer.state.log_history
+    return callback
+
+
+def check_delivered(callback: MoQCallback, kind: str, model: Any) -> Path:
+    done = callback.delivered
+    assert done is not None and done.proof is not None and done.proof.agrees and done.proof.examples == 4
+    state = json.loads((done.path / "moq_state.json").read_text(encoding="utf-8"))
+    assert state["layout"] == "unpacked" and not state["by_hand"]
+    assert done.how_to_load == f'{kind}("{done.path}")'
+    card = (done.path / "README.md").read_text(encoding="utf-8")
+    assert "library_name: sentence-transformers" in card and f"from sentence_transformers import {kind}" in card
+    assert verify_quantized(done.path, model).layers
+    return done.path
+
+
+@noisy
+@pytest.mark.parametrize("name", ["ranking", "cosine", "matryoshka"])
+def test_losses_of_an_encoder(name: str, tmp_path: Path, alone: Any) -> None:
+    model = encoder(tmp_path, parts.Normalize())
+    pairs: dict[str, Any] = {"one": TEXTS, "two": TEXTS[::-1]}
+    ranking = losses.MultipleNegativesRankingLoss(model)
+    loss = {
+        "ranking": ranking,
+        "cosine": losses.CoSENTLoss(model),
+        "matryoshka": losses.MatryoshkaLoss(model, ranking, [32, 16]),
+    }[name]
+    if name == "cosine":
+        pairs["score"] = [index / 16 for index in range(16)]
+    callback = train("SentenceTransformer", model, tmp_path / "run", pairs, loss)
+    folder = check_delivered(callback, "SentenceTransformer", model)
+    assert {path.name for path in folder.iterdir()} >= {
+        "modules.json",
+        "1_Pooling",
+        "config_sentence_transformers.json",
+    }
+    assert np.array_equal(alone("SentenceTransformer", folder), answers("SentenceTransformer", model))
+
+
+@noisy
+def test_a_dense_module_stays_in_float_and_is_kept(tmp_path: Path, alone: Any) -> None:
+    model = encoder(tmp_path, parts.Dense(32, 8))
+    pairs = {"one": TEXTS, "two": TEXTS[::-1]}
+    loss = losses.MultipleNegativesRankingLoss(model)
+    callback = train("SentenceTransformer", model, tmp_path / "run", pairs, loss)
+    assert not any(name.startswith("2") for name in quant_layers(model))
+    folder = check_delivered(callback, "SentenceTransformer", model)
+    assert np.array_equal(alone("SentenceTransformer", folder), answers("SentenceTransformer", model))
+    # Packed it could not be: the module's own file holds floats.
+    quantize_model(model, {"quantize_bits": {"target_bits": 4}, "quantize_heads": True})
+    with pytest.raises(MoQError, match="quantized layers lie outside of the model of transformers"):
+        save_quantized(model, tmp_path / "heads")
+
+
+@noisy
+def test_a_reranker(tmp_path: Path, alone: Any) -> None:
+    folder = body(tmp_path / "body", hf.BertForSequenceClassification, num_labels=1)
+    model = library.CrossEncoder(folder, device="cpu")
+    columns = {"one": TEXTS, "two": TEXTS[::-1], "three": TEXTS[3:] + TEXTS[:3], "score": [0.5] * 16}
+    loss = MarginMSELoss(model)
+    callback = train("CrossEncoder", model, tmp_path / "run", columns, loss)
+    assert np.array_equal(
+        alone("CrossEncoder", check_delivered(callback, "CrossEncoder", model)), answers("CrossEncoder", model)
+    )
+
+
+@noisy
+def test_a_sparse_encoder(tmp_path: Path, alone: Any) -> None:
+    folder = body(tmp_path / "body", hf.BertForMaskedLM)
+    modules = [sparse_parts.MLMTransformer(folder), sparse_parts.SpladePooling()]
+    model = library.SparseEncoder(modules=modules, device="cpu")
+    ranking = sparse_losses.SparseMultipleNegativesRankingLoss(model)
+    loss = sparse_losses.SpladeLoss(model, ranking, document_regularizer_weight=1e-3)
+    callback = train("SparseEncoder", model, tmp_path / "run", {"one": TEXTS, "two": TEXTS[::-1]}, loss)
+    assert np.array_equal(
+        alone("SparseEncoder", check_delivered(callback, "SparseEncoder", model)), answers("SparseEncoder", model)
+    )
+
+
+@noisy
+def test_texts_alone_teach(tmp_path: Path) -> None:
+    model = encoder(tmp_path)
+    before = answers("SentenceTransformer", model)
+    weights = {"similarity": 1.0, "embedding": 2.0, "relations": 0.5, "hidden": 0.1}
+    loss = MoQDistillation(model, **weights)
+    callback = train("SentenceTransformer", model, tmp_path / "run", {"text": TEXTS}, loss, bits=2, embeddings=2)
+    check_delivered(callback, "SentenceTransformer", model)
+    # The teacher is what the model was; each part of the loss is logged.
+    assert np.array_equal(answers("SentenceTransformer", loss.teacher), before)
+    logged = next(entry for entry in callback.log_history if "loss" in entry)
+    assert weights.keys() <= logged.keys()
+    assert not json.loads((tmp_path / "run" / "quantized" / "config.json").read_text()).get("output_hidden_states")
+    with pytest.raises(MoQError, match="the model is quantized already: give a float teacher"):
+        MoQDistillation(model)
+
+
+@noisy
+def test_texts_alone_teach_a_plain_encoder(tmp_path: Path) -> None:
+    hf.set_seed(0)
+    model = hf.BertModel(hf.BertConfig(**SMALL, max_position_embeddings=32))
+    teacher = copy.deepcopy(model)
+    rows = [{"input_ids": [1 + index, 2, 3 + index % 4]} for index in range(8)]
+    arguments = hf.TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, logging_steps=1)
+    taught = {"similarity": 1.0, "embedding": 1.0, "relations": 1.0, "hidden": 1.0, "logits": 0.0, "labels": 0.0}
+    config = {"quantize_bits": {"target_bits": 4}, "distillation": taught}
+    trainer = MoQTrainer(model, arguments, None, rows, moq_config=config, teacher=teacher)
+    trainer.train()
+    logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert all(logged[f"moq/loss_{name}"] > 0 for name in ("similarity", "embedding", "relations", "hidden"))
+    assert "moq/loss_task" not in logged
+
+
+def test_a_folder_of_sentence_transformers_is_exported(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = quantize_model(encoder(tmp_path), {"quantize_bits": {"target_bits": 4}, "quantize_embeddings": 4})
+    tokenizer = model.tokenizer
+    save_quantized(model, tmp_path / "packed", processing_class=tokenizer)
+    export_onnx(tmp_path / "packed", tmp_path / "onnx", flavors=["weight-only"], names="hub")
+    assert (tmp_path / "onnx" / "modules.json").exists() and (tmp_path / "onnx" / "onnx" / "model.onnx").exists()
