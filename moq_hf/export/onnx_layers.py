@@ -245,8 +245,8 @@ class OnnxEmbedding(_Stored):
             # OpenVINO computes something else with BitShift.
             high = (codes / 16).floor()
             codes = torch.stack((codes - 16 * high, high), -1).flatten(-2) - 8
-        groups = codes.unflatten(-1, (scale.shape[-1], -1))
-        return (groups * scale.unsqueeze(-1)).flatten(-2)
+        groups = codes.reshape(*scale.shape, -1) * scale.unsqueeze(-1)
+        return groups.flatten(-2)
 
 
 class OnnxTiedLinear(_Stored):

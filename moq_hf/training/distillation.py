@@ -181,7 +181,8 @@ class MoQDistillation(nn.Module):
                 "distillation: the model is quantized already: give a float teacher"
             )
         weights = weights or {"similarity": 1.0, "embedding": 1.0}
-        self.config = DistillationConfig(**{**_NOTHING, **weights})
+        given: dict[str, Any] = _NOTHING | weights
+        self.config = DistillationConfig(**given)
         self.model = model
         self.teacher = copy.deepcopy(model) if teacher is None else teacher
         self.teacher.requires_grad_(False)
@@ -284,7 +285,7 @@ def loss_parts(
         if config.embedding:
             parts["embedding"] = embedding_loss(*vectors)
     if config.relations:
-        parts["relations"] = relation_loss(*relations, mask)
+        parts["relations"] = relation_loss(relations[0], relations[1], mask)
     return parts
 
 

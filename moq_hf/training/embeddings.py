@@ -6,7 +6,7 @@ They need no labels.
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,13 @@ def embeddings_in(output: Mapping[str, Any], mask: Any) -> Tensor:
         MoQError: It has neither.
     """
     if "sentence_embedding" in output:
-        return output["sentence_embedding"].float()
+        return cast(Tensor, output["sentence_embedding"]).float()
     if "last_hidden_state" not in output:
         raise MoQError(
             "distillation: similarity and embedding compare sentence_embedding or last_hidden_state, and the model's "
             f"output has {', '.join(output)}; set both to 0"
         )
-    states = output["last_hidden_state"].float()
+    states: Tensor = output["last_hidden_state"].float()
     kept = _tokens(states, mask).unsqueeze(-1)
     return (states * kept).sum(1) / kept.sum(1).clamp(min=1)
 
@@ -105,7 +105,9 @@ def queries_keys_values(model: nn.Module, wanted: Any = True) -> Iterator[list[T
     def take(_: nn.Module, __: Any, output: Tensor) -> None:
         # One layer may give all three.
         for part in output.chunk(3 // len(layers), -1):
-            found.append(part.unflatten(-1, (-1, size)).transpose(-2, -3).float())
+            found.append(
+                part.view(*part.shape[:-1], -1, size).transpose(-2, -3).float()
+            )
 
     with contextlib.ExitStack() as hooks:
         for layer in layers:
