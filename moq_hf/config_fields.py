@@ -461,8 +461,8 @@ class ConfigFields:
     embeddings: Annotated[
         ByteBits | Literal["auto"] | None,
         key(
-            "bits of embedding tables, at 8 with one scale per row, and of output heads that share one; null leaves "
-            "them alone; "
+            "bits of embedding tables, one scale per row unless they have fewer than 8 and `quantize_group_size`, and "
+            "of output heads that share one; null leaves them alone; "
             "`auto`: 8 where the model is an encoder and `serve` names neither vllm nor sglang",
             "quantize_embeddings",
         ),

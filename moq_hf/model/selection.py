@@ -34,7 +34,8 @@ from .inventory import (
     misfit,
 )
 
-# How embedding tables of 8 bits are quantized, whatever the config says of linear layers.
+# How embedding tables without groups are quantized, whatever the config says of linear
+# layers.
 _ROWS = Grid(PerChannel(), search="absmax")
 # Bits of tables where the config says "auto" and they are quantized.
 AUTO_TABLE_BITS = 8
@@ -293,9 +294,9 @@ def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Modu
 def grid_of(layer: nn.Module, config: MoQConfig, parameter: str = "weight") -> Grid:
     """How a chosen layer's weight is quantized, or another parameter, which is one of experts.
 
-    An embedding table of 8 bits has one scale per row; one of fewer is quantized as
-    linear layers are, symmetric, by row where groups do not divide it. A convolution has
-    one per channel with `quantize_group_size`, which seldom divides its kernels: a
+    An embedding table has one scale per row; with `quantize_group_size` one of fewer than
+    8 bits is quantized as linear layers are, but symmetric. A convolution has one per
+    channel with `quantize_group_size`, which seldom divides its kernels: a
     depthwise one of 3 x 3 has rows of 9 weights. `quantize_groups` counts the groups of each expert.
 
     >>> config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantize_group_size": 32})
@@ -305,12 +306,14 @@ def grid_of(layer: nn.Module, config: MoQConfig, parameter: str = "weight") -> G
     weight: Any = layer._parameters[parameter]
     grid = config.grid_of(str(weight.dtype).removeprefix("torch."))
     if isinstance(layer, nn.Embedding):
-        if config.embeddings in ("auto", 8, None):
-            return replace(_ROWS, scale_dtype=grid.scale_dtype)
         size = grid.grouping.row_size
-        fits = size is not None and layer.embedding_dim % size == 0
-        grouping = grid.grouping if fits else PerChannel()
-        return replace(grid, grouping=grouping, symmetric=True)
+        if (
+            size is None
+            or layer.embedding_dim % size
+            or config.embeddings in ("auto", 8)
+        ):
+            return replace(_ROWS, scale_dtype=grid.scale_dtype)
+        return replace(grid, symmetric=True)
     if is_convolution(layer) and config.grouping.row_size is not None:
         return replace(grid, grouping=PerChannel())
     if parameter != "weight" and isinstance(grid.grouping, RowBlocks):

@@ -152,17 +152,24 @@ def test_a_head_that_is_quantized_with_the_layers_takes_the_table_along(grid: st
 
 
 @pytest.mark.parametrize("grid", ["groups", "asymmetric"])
-def test_a_table_of_rows_takes_the_scheme_of_the_layers_in_the_files(grid: str, tmp_path: Path) -> None:
+def test_a_table_takes_the_scheme_of_the_layers_in_the_files(grid: str, tmp_path: Path) -> None:
     model = quantize_model(made("BERT"), config_of(quantize_embeddings=3, **GRIDS[grid]))
     save_quantized(model, tmp_path, inputs=batch_of(model))
     found = verify_quantized(tmp_path, model)
     layers = {name.rpartition(".")[2]: layer for name, layer in found.layers.items()}
     assert found.proof is not None and found.proof.agrees and found.state["layout"] == "unpacked"
     assert layers["word_embeddings"].stored == layers["position_embeddings"].stored == "packed"
-    assert layers["word_embeddings"].scales == (WORDS, 1) and layers["word_embeddings"].bits == 3
+    # Groups as in linear layers, all codes, symmetric.
+    table = layers["word_embeddings"]
+    assert table.scales == (WORDS, 2) and table.bits == 3 and table.full and table.symmetric
     # Two rows of zero points are one word, which compressed-tensors cannot read back.
     assert layers["token_type_embeddings"].stored == ("packed" if grid == "groups" else "dense")
     assert stored_weights(tmp_path)["bert.embeddings.word_embeddings"].zero_point is None
+    # At 8 bits a row has one scale, which the files repeat for each group.
+    model = quantize_model(made("BERT"), config_of(quantize_embeddings=8, **GRIDS[grid]))
+    save_quantized(model, tmp_path / "rows", layout="unpacked")
+    table = verify_quantized(tmp_path / "rows", model).layers["bert.embeddings.word_embeddings"]
+    assert table.scales == (WORDS, 1) and table.stored == "packed"
 
 
 def test_tables_stay_floats_where_they_would_widen_the_layers(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import transformers as hf
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
+from sentences import SMALL, TEXTS, body, encoder
 
 from moq_hf import MoQCallback, MoQDistillation, MoQError, MoQTrainer, quantize_model, save_quantized, verify_quantized
 from moq_hf.export.onnx import export_onnx
@@ -27,9 +26,6 @@ from sentence_transformers.sparse_encoder import losses as sparse_losses  # noqa
 from sentence_transformers.sparse_encoder import modules as sparse_parts  # noqa: E402
 
 noisy = pytest.mark.filterwarnings("ignore")
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-TEXTS = [" ".join(WORDS[(index + step) % 10] for step in range(2 + index % 5)) for index in range(16)]
-SMALL = {"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 FOUR = {"bits": 4, "embeddings": 4, "group_size": 16}
 # A process without moq_hf: loads each folder with the class that is named, and gives its answers.
 STRANGER = """
@@ -46,22 +42,6 @@ CALLS = {
     "CrossEncoder": "model.predict([[text, texts[0]] for text in texts])",
     "SparseEncoder": "model.encode(texts, convert_to_sparse_tensor=False).numpy()",
 }
-
-
-def body(folder: Path, cls: type[hf.PreTrainedModel] = hf.BertModel, **more: Any) -> str:
-    hf.set_seed(0)
-    cls(hf.BertConfig(**SMALL, max_position_embeddings=32, **more)).save_pretrained(folder)
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate([*special, *WORDS])}, "[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
-    hf.PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
-    return str(folder)
-
-
-def encoder(folder: Path, *more: nn.Module) -> Any:
-    transformer = parts.Transformer(body(folder / "body"), max_seq_length=16)
-    return library.SentenceTransformer(modules=[transformer, parts.Pooling(32, "mean"), *more], device="cpu")
 
 
 def answers(name: str, model: Any, texts: list[str] = TEXTS) -> np.ndarray:
