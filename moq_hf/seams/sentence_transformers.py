@@ -1,12 +1,13 @@
 """What is relied on in Sentence Transformers, which nothing here imports."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+
+from ..errors import read_json
 
 # Written by each of its models; says of which class it is.
 CONFIG = "config_sentence_transformers.json"
@@ -65,7 +66,4 @@ def loads_as(folder: Path) -> str | None:
     Breaks: The card says to load the transformers model alone.
     """
     path = folder / CONFIG
-    if not path.exists():
-        return None
-    kind: str | None = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    return kind
+    return read_json(path).get("model_type") if path.exists() else None

@@ -58,9 +58,9 @@ PARTS = {
     "labels": "the task's own",
     "logits": "the teacher's logits",
     "hidden": "its hidden states",
-    "similarity": "its similarities",
-    "embedding": "its embeddings",
-    "relations": "its relations of tokens",
+    "similarity": "the teacher's similarities",
+    "embedding": "the teacher's embeddings",
+    "relations": "the teacher's relations of tokens",
 }
 # What the log calls the part `labels`.
 TASK = "task"
@@ -170,6 +170,10 @@ class MoQDistillation(nn.Module):
     Raises:
         MoQConfigError: A weight is none.
         MoQError: There is no teacher, and the model is quantized already.
+
+    >>> loss = MoQDistillation(nn.Linear(4, 2), embedding=2.0)
+    >>> loss.teacher is loss.model, loss.config.embedding, loss.config.similarity
+    (False, 2.0, 0.0)
     """
 
     def __init__(
