@@ -107,6 +107,13 @@ def write_beside(source: Path, folder: Path, files: str) -> None:
             target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copy(path, target)
+    modules = folder / "modules.json"
+    if modules.exists():
+        # Names that Sentence Transformers 5 has too, whose ONNX backend needs
+        # transformers 4.
+        text = modules.read_text(encoding="utf-8")
+        text = re.sub(r"(sentence_transformers\.)[\w.]+\.(\w+)", r"\1models.\2", text)
+        modules.write_text(text, encoding="utf-8")
     path = source / "README.md"
     empty = ModelCard("---\nlibrary_name: transformers.js\n---\n")
     card = ModelCard.load(path) if path.exists() else empty
