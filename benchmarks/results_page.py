@@ -276,6 +276,20 @@ def delivered_integers() -> list[list[Any]]:
     return found
 
 
+def embedding_models() -> list[list[Any]]:
+    """How vectors of few bits compare with those of float, on held-out texts: means over seeds."""
+    kinds: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for line in lines_of("embeddings"):
+        kinds.setdefault((line["bits"], line["how"]), []).append(line)
+    found: list[list[Any]] = [["bits", "how", "runs", "cosine", "recall@10", "Spearman", "folder over float"]]
+    for (bits, how), own in sorted(kinds.items(), key=lambda item: (-item[0][0], item[0][1])):
+        scores = [statistics.fmean(line[name] for line in own) for name in ("cosine", "recall", "spearman")]
+        cells = [f"{score:.3f}" for score in scores]
+        size = f"{own[0]['ratio']:.2f}" if "ratio" in own[0] else ""
+        found.append([bits, how, len(own) if how == "taught" else "", *cells, size])
+    return found
+
+
 def outliers() -> list[list[Any]]:
     """Accuracy of a small DeBERTa one of whose channels stands out: rounded after training, and trained so."""
     lines = lines_of("outliers")
@@ -512,6 +526,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "table sizes": table_sizes,
     "packing": packing,
     "delivered integers": delivered_integers,
+    "embedding models": embedding_models,
     "outliers": outliers,
     "speeds": speeds,
     "in JavaScript": in_javascript,
