@@ -208,9 +208,7 @@ class LayerState:
         if dtype is None:
             dtype = _matmul_dtype(weight)
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            return straight_through(
-                weight, fake_quantize_in_graph(weight.detach(), self.number, dtype)
-            )
+            return fake_quantize_in_graph(weight, self.number, dtype)
         self.used = True
         if self.bits == FLOAT_BITS or weight.is_meta:
             return weight
@@ -312,3 +310,11 @@ def fake_quantize_in_graph(
 @fake_quantize_in_graph.register_fake
 def _(weight: Tensor, number: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(weight.shape, dtype=dtype, device=weight.device)
+
+
+# Graphs, checkpointing and autograd see one operator with the gradient of
+# `straight_through`.
+fake_quantize_in_graph.register_autograd(
+    lambda ctx, grad: (grad.to(ctx.dtype), None, None),
+    setup_context=_StraightThrough.setup_context,
+)

@@ -6,9 +6,8 @@ weights; ternary and binary grids, longer groups and float64 are left to `quanti
 """
 
 import functools
+import importlib
 import logging
-import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,15 +22,11 @@ logger = logging.getLogger(__name__)
 
 # One program reads a whole group; longer groups would leave most of a GPU idle.
 LONGEST = 65_536
-# Elements of a tile and warps of a program, so that a thread holds 16 elements: not
-# measured on a GPU.
-_TILE = 4096
-_WARPS = 8
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _DEFAULT = Grid()
 _FIRST = RoundingSeed()
-# Devices on which the kernel failed; they are not tried again.
-_given_up: set[torch.device] = set()
+# Whether variants of the kernel, each on a device, work there: once they were tried out.
+_works: dict[tuple[Any, ...], bool] = {}
 
 
 def fake_quantize(weight: Tensor, bits: int, *grid: Grid, **how: Any) -> Tensor:
@@ -55,102 +50,102 @@ def fake_quantize_with_scale(
         ValueError: Bits, grid or ratio do not fit the weight.
     """
     dtype = dtype or weight.dtype
+    how: Any = {"ratio": ratio, "seed": seed, "blend": blend, "dtype": dtype}
     if (
         {dtype, weight.dtype} <= _DTYPES
         and grid.is_uniform(bits)
         and available(weight.device)
     ):
         rows, columns = quantizer.check(weight, bits, grid, ratio)
-        if weight.numel() <= LONGEST * rows * columns:
+        length = weight.numel() // (rows * columns)
+        # What one compiled kernel is for, and how long groups are.
+        variant = (
+            weight.device,
+            length,
+            weight.dtype,
+            dtype,
+            grid,
+            grid.is_full(bits),
+            ratio is None,
+            blend > 0,
+        )
+        if length <= LONGEST and _works.get(variant, True):
             try:
-                return _launch(
-                    weight, bits, grid, rows * columns, ratio, seed, blend, dtype
-                )
+                if variant not in _works:
+                    _try_out(weight, bits, grid, length, how)
+                    _works[variant] = True
+                return _launch(weight, bits, grid, length, **how)
             except Exception as error:
                 # Triton raises what its compiler, the C compiler that it calls, or the
                 # driver raise.
-                _give_up(weight.device, f"{type(error).__name__}: {error}")
-    return quantizer.fake_quantize_with_scale(
-        weight, bits, grid, ratio=ratio, seed=seed, blend=blend, dtype=dtype
-    )
+                _give_up(variant, f"{type(error).__name__}: {error}")
+    return quantizer.fake_quantize_with_scale(weight, bits, grid, **how)
 
 
 def available(device: torch.device) -> bool:
-    """Whether the kernel runs on a device, with the numbers of `quantizer`: tried out once in each process.
+    """Whether the kernel can run on a device.
 
-    True for CUDA devices with a working Triton, and for the CPU in Triton's interpreter
-    (TRITON_INTERPRET=1 in the environment before Triton is imported). Where the kernel
-    cannot be launched, or gives another number, one warning says so, and this is False
-    from then on. It is False while torch.compile traces: plain PyTorch can be compiled.
+    True for CUDA devices with a Triton that is new enough, and for the CPU in Triton's
+    interpreter (TRITON_INTERPRET=1 in the environment). Each variant of the kernel is
+    tried out at its first use; where it cannot be launched, or gives other numbers than
+    `quantizer`, one warning says so, and plain PyTorch computes from then on. It is
+    False while torch.compile traces: plain PyTorch can be compiled.
     """
-    if device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return False
-    return device not in _given_up and _is_right(device)
+    try:
+        from triton import knobs
+    except ImportError as error:
+        # Triton is missing, broken, or too old to have the knobs.
+        if device.type == "cuda":
+            _give_up((device,), f"it needs Triton 3.4 or later ({error})")
+        return False
+    return device.type == ("cpu" if knobs.runtime.interpret else "cuda")
+
+
+def _give_up(variant: tuple[Any, ...], reason: str) -> None:
+    if _works.get(variant, True):
+        _works[variant] = False
+        logger.warning(
+            "moq_hf: the Triton kernel is not used on %s %s, plain PyTorch computes in its place: %s",
+            variant[0],
+            variant[1:],
+            reason,
+        )
+
+
+def _try_out(weight: Tensor, bits: int, grid: Grid, length: int, how: Any) -> None:
+    """Compare the kernel with `quantizer` on rows that are hard to round, as long as those at hand.
+
+    So nothing is compiled for it alone. Quotients are codes and the halves between
+    them, which show an error of one bit.
+
+    Raises:
+        ArithmeticError: They differ.
+    """
+    low, high = grid.limits(bits)
+    place = torch.arange(length, device=weight.device)
+    steps = torch.tensor([[1.0], [-0.3], [7e-3], [-(2.0**-120)]], device=weight.device)
+    hard = (steps * (low + place % (2 * (high - low) + 1) / 2)).to(weight.dtype)
+    if how["ratio"] is not None:
+        how = {**how, "ratio": steps.abs().clamp(0.2, 1.0)}
+    grid = replace(grid, grouping=PerChannel())
+    found, _ = _launch(hard, bits, grid, length, **how)
+    if not torch.equal(found, quantizer.fake_quantize(hard, bits, grid, **how)):
+        raise ArithmeticError("at first use, it gives other numbers than plain PyTorch")
 
 
 @functools.cache
-def _is_right(device: torch.device) -> bool:
-    try:
-        import triton
-
-        interpreted = triton.knobs.runtime.interpret
-    except (ImportError, AttributeError) as error:
-        # Triton is missing, broken, or too old to have the knobs.
-        if device.type == "cuda":
-            _give_up(device, f"it needs Triton 3.4 or later ({error})")
-        return False
-    if interpreted != (device.type == "cpu"):
-        return False
-    try:
-        wrong = list(_differences(device))
-    except Exception as error:
-        wrong = [f"{type(error).__name__}: {error}"]
-    if wrong:
-        _give_up(
-            device,
-            f"at first use, it does not compute what plain PyTorch does: {'; '.join(wrong)}",
-        )
-    return not wrong
-
-
-def _give_up(device: torch.device, reason: str) -> None:
-    _given_up.add(device)
-    logger.warning(
-        "moq_hf: the Triton kernel is not used on %s, plain PyTorch computes in its place: %s",
-        device,
-        reason,
-    )
-
-
-def _differences(device: torch.device) -> Iterator[str]:
-    """Compare the kernel with `quantizer` on rows that are hard to round; yield a text for each difference."""
-    halves = torch.arange(-63.5, 64.5, 1.0, device=device)
-    weight = torch.stack([halves, halves.exp2() * 1e-3, halves * 0.0, halves / 3])
-    ratio = torch.tensor([[1.0], [0.85], [1.0], [0.2]], device=device)
-    for grid in (
-        Grid(),
-        Grid(full=True, scale_dtype="bfloat16"),
-        Grid(symmetric=False),
-        Grid(stochastic=True),
-    ):
-        grid = replace(grid, grouping=PerChannel())
-        blend = 0.25 if grid.stochastic else 0.0
-        actual, _ = _launch(
-            weight, 7, grid, len(weight), ratio, _FIRST, blend, torch.bfloat16
-        )
-        expected = quantizer.fake_quantize(
-            weight, 7, grid, ratio=ratio, blend=blend, dtype=torch.bfloat16
-        )
-        count = int((actual != expected).sum())
-        if count:
-            yield f"{count} of {actual.numel()} weights differ ({grid})"
+def _levels(limits: tuple[int, int], device: torch.device) -> Tensor:
+    """The least and the greatest code as the kernel reads them: float32 `[2]` in the device's memory."""
+    return torch.tensor(limits, dtype=torch.float32, device=device)
 
 
 def _launch(
     weight: Tensor,
     bits: int,
     grid: Grid,
-    groups: int,
+    length: int,
     ratio: Tensor | None,
     seed: RoundingSeed,
     blend: float,
@@ -158,35 +153,45 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     import triton
 
-    from .kernels.triton import fake_quantize_kernel
+    from .kernels import triton as kernels
 
+    interpreted = triton.knobs.runtime.interpret
+    if kernels.INTERPRETED.value != interpreted:
+        # Which of the two a kernel is for is settled when it is read.
+        importlib.reload(kernels)
     x = weight.detach().contiguous()
-    y = torch.empty_like(x, dtype=dtype)
-    scale = torch.empty(groups, 1, dtype=torch.float32, device=x.device)
-    n_cols = x.numel() // groups
-    block_size = min(triton.next_power_of_2(n_cols), _TILE // 4)
-    block_rows = _TILE // block_size
-    low, high = grid.limits(bits)
+    # The interpreter does not round to bfloat16.
+    y = torch.empty_like(x, dtype=torch.float32 if interpreted else dtype)
+    groups = x.numel() // length
+    scale = torch.empty(groups, 1, device=x.device)
+    # A row is read by one warp, and a thread holds 16 weights, or 8 where a row is
+    # longer than a tile: chosen by counting instructions and registers.
+    columns = min(triton.next_power_of_2(length), 256)
+    rows = 4096 // columns if length <= columns else 8
+    # Without a limit ptxas spills for sm_100, so that more threads fit.
+    options = {} if torch.version.hip else {"maxnreg": 64}
     # Triton launches on the current device.
-    with torch.cuda.device(x.device if x.is_cuda else -1):
-        fake_quantize_kernel[(math.ceil(groups / block_rows),)](
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        kernels.fake_quantize_kernel[(triton.cdiv(groups, rows),)](
             x,
             y,
             scale,
+            _levels(grid.limits(bits), x.device),
             None if ratio is None else ratio.contiguous(),
             quantizer.uniform(x, seed) if grid.stochastic else None,
             groups,
-            n_cols,
-            float(low),
-            float(high),
-            blend or None,
+            length,
+            blend,
             1.0 - blend,
             SYMMETRIC=grid.symmetric,
             FULL=grid.is_full(bits),
-            SCALE_DTYPE=getattr(triton.language, grid.scale_dtype),
-            BLOCK_ROWS=block_rows,
-            BLOCK_SIZE=block_size,
-            num_warps=_WARPS,
+            BLENDS=blend > 0,
+            SCALE_DTYPE=grid.scale_dtype,
+            BLOCK_ROWS=rows,
+            BLOCK_COLS=columns,
+            ONE_TILE=length <= columns,
+            num_warps=8,
             enable_fp_fusion=False,
+            **options,
         )
-    return y, scale
+    return y.to(dtype), scale

@@ -1,7 +1,7 @@
-"""The kernel against `quantizer`: natively on a CUDA device, elsewhere in Triton's interpreter.
+"""The kernel against `quantizer`: on a CUDA device, in Triton's interpreter, and as the PTX of one architecture.
 
-The interpreter must be chosen before Triton is imported, so those tests run in a process of their own, which
-`test_in_triton_s_interpreter` starts.
+Elsewhere than on a device these tests run in processes of their own: `test_in_triton_s_interpreter` starts one, and
+`make ptx` starts one with MOQ_PTX=90 in its environment, and so on; see tests/ptx.
 """
 
 import importlib.util
@@ -21,15 +21,17 @@ import pytest
 import torch
 from numerics import GROUPINGS, HALF_MODES, MODES, same_bits
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from moq_hf import MoQConfig, quantizer, triton_quant
+from moq_hf import MoQConfig, quantize_model, quantizer, triton_quant
 from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
 from moq_hf.quantizer import RoundingSeed
 from moq_hf.training.controller import MoQController
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
-on_device = pytest.mark.skipif(False, reason="the interpreter runs it") if INTERPRETED else pytest.mark.gpu
+ARCH = os.environ.get("MOQ_PTX")
+DEVICE = torch.device("cpu") if INTERPRETED or ARCH else torch.device("cuda", 0)
+on_device = pytest.mark.skipif(False, reason="it runs here") if INTERPRETED or ARCH else pytest.mark.gpu
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -67,13 +69,24 @@ def members_are_known() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def architecture() -> Iterator[None]:
+    """The GPU that MOQ_PTX names, as the device "cpu"."""
+    if not ARCH:
+        yield
+        return
+    from driver import pretending
+
+    with pretending(int(ARCH)) as device:
+        yield
+        assert device.launches > 0
+    print(f"sm_{ARCH}: {device.launches} launches, {len(device.opcodes)} kinds of instructions")
+
+
 @pytest.fixture
-def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A kernel that was not tried out yet, and no word of what a test comes to afterwards."""
-    monkeypatch.setattr(triton_quant, "_given_up", set())
-    triton_quant._is_right.cache_clear()
-    yield
-    triton_quant._is_right.cache_clear()
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variant of the kernel was tried out yet, and no word of what a test comes to afterwards."""
+    monkeypatch.setattr(triton_quant, "_works", {})
 
 
 def agrees(weight: torch.Tensor, bits: int, grid: Grid, **how: Any) -> bool:
@@ -81,16 +94,16 @@ def agrees(weight: torch.Tensor, bits: int, grid: Grid, **how: Any) -> bool:
     launched: list[int] = []
     launch = triton_quant._launch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_quant, "_launch", lambda *a: (launched.append(1), launch(*a))[1])
+        patch.setattr(triton_quant, "_launch", lambda *a, **how: (launched.append(1), launch(*a, **how))[1])
         found = triton_quant.fake_quantize_with_scale(weight, bits, grid, **how)
     expected = quantizer.fake_quantize_with_scale(weight, bits, grid, **how)
     # A group that holds NaN or Inf comes out as either.
     pairs = [[torch.where(x.isfinite(), x, torch.nan) for x in pair] for pair in zip(found, expected, strict=True)]
-    return bool(launched) and all(same_bits(*pair) for pair in pairs)
+    return bool(launched) and all(triton_quant._works.values()) and all(same_bits(*pair) for pair in pairs)
 
 
 @needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
+@pytest.mark.skipif(INTERPRETED or bool(ARCH), reason="this is a process of its own")
 def test_in_triton_s_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
@@ -188,45 +201,23 @@ def test_training_is_the_same_with_and_without_the_kernel(more: dict[str, Any]) 
     assert all(same_bits(a, b) for a, b in zip(*ends, strict=True))
 
 
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("asymmetric", [False, True])
-def test_compiles_for_a_gpu(capability: int, asymmetric: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from moq_hf.kernels.triton import fake_quantize_kernel as kernel
-
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    types = {"X_ptr": "*fp32", "Y_ptr": "*bf16", "scale_ptr": "*fp32", "ratio_ptr": "*fp32", "n_rows": "i32"}
-    types |= {"n_cols": "i32", "low": "fp32", "high": "fp32", "keep": "fp32"}
-    constants = {"noise_ptr": None, "blend": None, "BLOCK_ROWS": 4, "BLOCK_SIZE": 1024}
-    constants |= {"SYMMETRIC": not asymmetric, "FULL": False, "SCALE_DTYPE": triton.language.float32}
-    names = kernel.arg_names
-    source = ASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types if name[-3:] in ("ptr", "ols")},
-    )
-    options = {"num_warps": triton_quant._WARPS, "enable_fp_fusion": False}
-    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
-    # Rounded as IEEE has it, nothing fused, and 16 bytes at a time.
-    assert "div.rn.f32" in ptx and "div.full" not in ptx and "fma" not in ptx
-    assert re.search(r"ld\.global\S*\.v4\.b32", ptx)
-
-
 @on_device
-def test_a_kernel_that_cannot_be_launched_is_found_at_first_use(
+def test_what_cannot_be_launched_is_found_at_first_use_and_left_to_pytorch(
     untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(triton_quant, "_launch", lambda *arguments: {}["no kernel"])
-    assert not triton_quant.available(DEVICE) and not triton_quant.available(DEVICE)
+    weight = torch.randn(6, 8, device=DEVICE)
+    launch = triton_quant._launch
+    # One variant fails, and takes no other with it.
+    monkeypatch.setattr(
+        triton_quant, "_launch", lambda *a, **how: {}["no kernel"] if how["blend"] else launch(*a, **how)
+    )
+    for blend in (0.5, 0.5, 0.0):
+        expected = quantizer.fake_quantize(weight, 8, blend=blend)
+        assert same_bits(triton_quant.fake_quantize(weight, 8, blend=blend), expected)
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING
+    assert record.levelno == logging.WARNING and sorted(triton_quant._works.values()) == [False, True]
     assert "the Triton kernel is not used on" in record.message and "KeyError" in record.message
+    assert "plain PyTorch computes in its place" in record.message
 
 
 @on_device
@@ -234,21 +225,21 @@ def test_a_launch_that_fails_within_a_run_leaves_it_to_pytorch(
     untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight = torch.randn(6, 8, device=DEVICE)
-    assert triton_quant.available(DEVICE)
-    monkeypatch.setattr(triton_quant, "_launch", lambda *arguments: {}["no kernel"])
+    assert agrees(weight, 8, Grid()) and not caplog.records
+    monkeypatch.setattr(triton_quant, "_launch", lambda *arguments, **how: {}["no kernel"])
     for _ in range(2):
         assert same_bits(triton_quant.fake_quantize(weight, 8), quantizer.fake_quantize(weight, 8))
     (record,) = caplog.records
-    assert "plain PyTorch computes in its place" in record.message and not triton_quant.available(DEVICE)
+    assert "KeyError" in record.message and list(triton_quant._works.values()) == [False]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel has its functions in it")
 @pytest.mark.parametrize(
     ("function", "wrong"),
     [
-        ("_as_stored", lambda right, scale, dtype: scale),
+        ("_as_stored", lambda right, scale, dtype: right(scale * 1.01, dtype)),
         ("_round", lambda right, y: right(y + 1e-3)),
-        ("_cast", lambda right, values, dtype: right(values * 1.01, dtype)),
+        ("_divide", lambda right, x, *divisor: right(x * 1.0000002, *divisor)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -259,16 +250,33 @@ def test_a_wrong_part_of_the_kernel_is_found_at_first_use(
 
     right = getattr(kernels, function)
     monkeypatch.setattr(kernels, function, lambda *arguments: wrong(right, *arguments))
-    assert not triton_quant.available(DEVICE)
+    weight = torch.randn(6, 96)
+    assert same_bits(triton_quant.fake_quantize(weight, 4), quantizer.fake_quantize(weight, 4))
     (record,) = caplog.records
-    assert "weights differ" in record.message
+    assert "it gives other numbers than plain PyTorch" in record.message
 
 
+@needs_triton
+@pytest.mark.skipif(INTERPRETED or bool(ARCH), reason="it chooses for itself")
+@pytest.mark.parametrize("first", ["triton", "moq_hf.kernels.triton", "moq_hf.triton_quant"])
+def test_the_interpreter_may_be_chosen_after_the_import(first: str) -> None:
+    program = (
+        f"import importlib, os, torch; importlib.import_module({first!r})\n"
+        "from moq_hf import triton_quant\n"
+        "os.environ['TRITON_INTERPRET'] = '1'\n"
+        "triton_quant.fake_quantize(torch.randn(4, 300), 4)\n"
+        "assert list(triton_quant._works.values()) == [True], triton_quant._works\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "TRITON_INTERPRET": "0"})
+
+
+@pytest.mark.skipif(bool(ARCH), reason="a device is there")
 @pytest.mark.parametrize("triton", [None, ModuleType("triton")], ids=["missing", "old"])
 def test_without_a_triton_that_works_one_warning_says_so_for_a_gpu(
     triton: ModuleType | None, untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.delitem(sys.modules, "triton.knobs", raising=False)
     assert not triton_quant.available(torch.device("cpu")) and not caplog.records
     for _ in range(2):
         assert not triton_quant.available(torch.device("cuda", 0))
@@ -276,7 +284,7 @@ def test_without_a_triton_that_works_one_warning_says_so_for_a_gpu(
     assert "not used on cuda:0" in record.message and "it needs Triton 3.4 or later" in record.message
 
 
-@pytest.mark.skipif(INTERPRETED, reason="nothing of it is of the interpreter")
+@pytest.mark.skipif(INTERPRETED or bool(ARCH), reason="nothing of it is of the kernel")
 def test_needs_no_triton_to_be_imported() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"
@@ -289,7 +297,7 @@ def test_needs_no_triton_to_be_imported() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the kernel can run here")
+@pytest.mark.skipif(INTERPRETED or bool(ARCH), reason="the kernel can run here")
 def test_a_file_that_asks_for_kernels_trains_without_them() -> None:
     config = {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
     for kernel, count in ((True, 1), (None, 0), (False, 0)):
@@ -298,3 +306,29 @@ def test_a_file_that_asks_for_kernels_trains_without_them() -> None:
         notes = MoQController(model, MoQConfig.from_dict({**config, **more})).warnings()
         notes = [note for note in notes if "quantizer_kernel" in note]
         assert len(notes) == count and all("plain PyTorch gives the same numbers" in note for note in notes)
+
+
+@pytest.mark.skipif(INTERPRETED or bool(ARCH), reason="it is of any path")
+def test_a_compiled_model_sees_one_operator_with_a_straight_through_gradient() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    layer: Any = model[0]
+    compiled: Any = torch.compile(layer, backend=backend, fullgraph=True)
+    x = torch.randn(5, 8)
+    for bits in (4, 3, 8):
+        layer.set_bits(bits)
+        layer.weight.grad = None
+        for run in (layer, lambda x: checkpoint(compiled, x, use_reentrant=False)):
+            run(x).sum().backward()
+        # Twice that of a float layer: the rounding has no gradient of its own.
+        torch.testing.assert_close(layer.weight.grad, 2 * x.sum(0).expand(6, 8))
+        assert same_bits(compiled(x), layer(x))
+    assert len(graphs) == 1
+    names = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert [name for name in names if "linear" not in name] == ["moq_hf.fake_quantize.default"]

@@ -1,40 +1,38 @@
 """The Triton kernel behind `triton_quant`, which launches it; importing this module needs Triton.
 
-The numbers are those of `quantizer`, bit for bit: division rounds to nearest
-(`tl.div_rn`), and a launch must not fuse products with sums (`enable_fp_fusion=False`).
+The numbers are those of `quantizer`, bit for bit. A launch must not fuse products with
+sums (`enable_fp_fusion=False`): what is fused is written as `tl.fma`.
 """
 
 import triton
 import triton.language as tl
+from triton.language import constexpr, float32, int32, uint32
+from triton.language.extra import libdevice
 
-_SIGN = tl.constexpr(-2147483648)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_TINY = tl.constexpr(1.1754943508222875e-38)
-_LARGEST = tl.constexpr(3.4028234663852886e38)
-_LARGEST_BFLOAT16 = tl.constexpr(3.3895313892515355e38)
-_LARGEST_FLOAT16 = tl.constexpr(65504.0)
-_LEAST_FLOAT16 = tl.constexpr(5.9604644775390625e-08)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_MAGNITUDE = constexpr(0x7FFFFFFF)
+_EXPONENT = constexpr(0x7F800000)
+INTERPRETED = constexpr(triton.knobs.runtime.interpret)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def fake_quantize_kernel(
     X_ptr,
     Y_ptr,
     scale_ptr,
+    levels_ptr,
     ratio_ptr,
     noise_ptr,
     n_rows,
     n_cols,
-    low,
-    high,
     blend,
     keep,
-    SYMMETRIC: tl.constexpr,
-    FULL: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    SYMMETRIC: constexpr,
+    FULL: constexpr,
+    BLENDS: constexpr,
+    SCALE_DTYPE: constexpr,
+    BLOCK_ROWS: constexpr,
+    BLOCK_COLS: constexpr,
+    ONE_TILE: constexpr,
 ):
     """`quantizer.fake_quantize_with_scale` for equal steps: a row is a group, and a program takes BLOCK_ROWS of them.
 
@@ -42,117 +40,155 @@ def fake_quantize_kernel(
         X_ptr: Weights `[n_rows, n_cols]`.
         Y_ptr: Where fake-quantized weights go, in any float dtype.
         scale_ptr: Where float32 scales go, `[n_rows]`.
+        levels_ptr: float32 `[2]`: the least and the greatest code. They are read from
+            memory, so that one compiled kernel serves all bit widths.
         ratio_ptr: float32 clipping ratios `[n_rows]`, or None.
         noise_ptr: float32 random numbers of stochastic rounding `[n_rows, n_cols]`, or
             None.
         n_rows: Number of groups.
-        n_cols: Weights of a group.
-        low: The least code, a float.
-        high: The greatest code, a float.
-        blend: Share of the float weight, or None.
+        n_cols: Weights of a group, at most 2^23.
+        blend: Share of the float weight in the result.
         keep: 1 - blend.
         SYMMETRIC: Whether codes lie around zero.
         FULL: Whether the least code is used, and scales have a sign.
-        SCALE_DTYPE: What scales are rounded to.
+        BLENDS: Whether the float weight has a share in the result.
+        SCALE_DTYPE: What scales are rounded to, by its name.
         BLOCK_ROWS: Groups of a program, a power of two.
-        BLOCK_SIZE: Columns of a tile, a power of two.
+        BLOCK_COLS: Columns of a tile, a power of two.
+        ONE_TILE: Whether a row is one tile, which then stays in registers.
     """
-    row_idx = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    row_mask = row_idx < n_rows
-    row_start = (row_idx * n_cols)[:, None]
+    # The program's first weight may lie beyond 2^31; within its rows 32 bits suffice.
+    # Rows past the last are the last one again, and store what it stores.
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    rows = tl.arange(0, BLOCK_ROWS)[:, None]
+    rows = tl.minimum(rows, (n_rows - 1 - first_row).to(int32))
+    cols = tl.arange(0, BLOCK_COLS)[None, :]
+    starts = first_row * n_cols + rows * n_cols
+    end = BLOCK_COLS if ONE_TILE else n_cols
+    low = tl.load(levels_ptr)
+    high = tl.load(levels_ptr + 1)
 
-    # The first pass finds the range. Magnitudes are compared as integers, among which
-    # NaN is above all others.
-    top = tl.zeros([BLOCK_ROWS], tl.int32)
-    bottom = tl.zeros([BLOCK_ROWS], tl.int32)
-    for first_col in range(0, n_cols, BLOCK_SIZE):
-        col_offsets = first_col + tl.arange(0, BLOCK_SIZE)[None, :]
-        mask = row_mask[:, None] & (col_offsets < n_cols)
-        x = tl.load(X_ptr + row_start + col_offsets, mask=mask, other=0.0).to(
-            tl.float32
-        )
-        magnitude = x.to(tl.int32, bitcast=True) & _MAGNITUDE
-        if SYMMETRIC and not FULL:
-            top = tl.maximum(top, tl.max(magnitude, 1))
-        else:
-            top = tl.maximum(top, tl.max(tl.where(x <= 0, 0, magnitude), 1))
-            bottom = tl.maximum(bottom, tl.max(tl.where(x >= 0, 0, magnitude), 1))
-    top = top.to(tl.float32, bitcast=True)
-    bottom = -bottom.to(tl.float32, bitcast=True)
+    # The first pass finds the range. Each thread keeps that of what it reads, and they
+    # are compared at the end. The bits of positive numbers are in order as integers,
+    # those of negative ones are, by magnitude, above all of them as integers without a
+    # sign, and NaN is beyond both.
+    x = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, float32)
+    top = _bits(x, int32)
+    bottom = _bits(x, uint32)
+    for first in range(0, end, BLOCK_COLS):
+        x = _load(X_ptr + starts + first, cols, n_cols - first)
+        top = tl.maximum(top, _bits(x, int32))
+        bottom = tl.maximum(bottom, _bits(x, uint32))
+    top = _largest(top)
+    bottom = _bits(_largest(bottom), int32)
+    # Zero, where no number is negative.
+    bottom = bottom & (bottom >> 31)
+    if SYMMETRIC:
+        size = bottom & _MAGNITUDE
+        top = tl.where(top >= size, top, bottom if FULL else size)
+    span = _bits(top, float32)
+    bottom = _bits(bottom, float32)
 
-    if FULL:
-        top = tl.where(top >= -bottom, top, bottom)
     if ratio_ptr is not None:
-        ratio = tl.load(ratio_ptr + row_idx, mask=row_mask, other=1.0)
-        top = top * ratio
+        ratio = tl.load(ratio_ptr + first_row + rows)
+        span = span * ratio
         bottom = bottom * ratio
-    span = top if SYMMETRIC else top - bottom
-    scale = tl.div_rn(span, tl.zeros_like(span) + (low if FULL else high))
-    scale = _as_stored(tl.where(tl.abs(scale) < _TINY, 1.0, scale), SCALE_DTYPE)
-    tl.store(scale_ptr + row_idx, scale, mask=row_mask)
-    zero = tl.minimum(tl.maximum(_round(tl.div_rn(-bottom, scale)), low), high)[:, None]
-    scale = scale[:, None]
+    if not SYMMETRIC:
+        span = span - bottom
+    scale = tl.div_rn(span, low if FULL else high)
+    # Below the smallest normal number a group becomes zeros.
+    scale = tl.where(tl.abs(scale) < 2.0**-126, 1.0, scale)
+    scale = _as_stored(scale, SCALE_DTYPE)
+    tl.store(scale_ptr + first_row + rows, scale)
 
-    # The second pass finds the weights in the L2 cache.
-    for first_col in range(0, n_cols, BLOCK_SIZE):
-        col_offsets = first_col + tl.arange(0, BLOCK_SIZE)[None, :]
-        mask = row_mask[:, None] & (col_offsets < n_cols)
-        x = tl.load(X_ptr + row_start + col_offsets, mask=mask, other=0.0).to(
-            tl.float32
-        )
-        code = tl.div_rn(x, tl.zeros_like(x) + scale)
+    # What is divided by: a power of two brings the scale's magnitude to between 2 and
+    # 4, so that no step of a division leaves the normal numbers, but for quotients that
+    # round to zero.
+    shift = _bits((_bits(scale, int32) & _EXPONENT) ^ _EXPONENT, float32)
+    divisor = tl.abs(scale) * shift
+    inverse = tl.div_rn(1.0, divisor)
+    if not SYMMETRIC:
+        # A code to which the zero point is not added has lower limits.
+        zero = _divide(-bottom, divisor, shift, inverse)
+        zero = _round(tl.clamp(zero, low, high))
+        low, high = low - zero, high - zero
+    elif FULL and noise_ptr is None:
+        # Codes of a negative scale's magnitude have the other sign.
+        low, high = tl.where(scale < 0, -high, low), tl.where(scale < 0, -low, high)
+        scale = tl.abs(scale)
+
+    # The second pass finds the tiles in a cache, or the only one still in registers.
+    for first in range(0, end, BLOCK_COLS):
+        if not ONE_TILE:
+            x = _load(X_ptr + starts + first, cols, n_cols - first)
         if noise_ptr is None:
-            code = _round(code)
+            code = _divide(x, divisor, shift, inverse)
+            code = _round(tl.clamp(code, low, high))
         else:
-            code = tl.floor(
-                code
-                + tl.load(noise_ptr + row_start + col_offsets, mask=mask, other=0.0)
-            )
-        if SYMMETRIC:
-            code = tl.minimum(tl.maximum(code, low), high)
-        else:
-            code = tl.minimum(tl.maximum(code + zero, low), high) - zero
-        y = code * scale
-        if blend is not None:
+            noise = _load(noise_ptr + starts + first, cols, n_cols - first)
+            code = tl.clamp(tl.div_rn(x, scale) + noise, low, high)
+            # Triton's `floor` takes subnormal numbers for zeros.
+            rounded = _round(code)
+            code = tl.where(rounded > code, rounded - 1, rounded)
+        # What a zero point was added to and taken from has no -0.
+        y = code * scale if SYMMETRIC else tl.fma(code, scale, 0.0)
+        if BLENDS:
             y = y * keep + x * blend
-        tl.store(
-            Y_ptr + row_start + col_offsets, _cast(y, Y_ptr.dtype.element_ty), mask=mask
-        )
+        tl.store(Y_ptr + starts + first + cols, y, mask=cols < n_cols - first)
+
+
+@triton.jit
+def _load(X_ptr, cols, n_cols):
+    """Columns of a tile as float32, zeros past the last."""
+    return tl.load(X_ptr + cols, mask=cols < n_cols, other=0.0).to(float32)
+
+
+@triton.jit
+def _largest(tile):
+    return tl.reduce(tile, 1, tl.standard._elementwise_max, keep_dims=True)
+
+
+@triton.jit
+def _bits(x, DTYPE: constexpr):
+    """The bits of numbers, or the numbers of bits."""
+    return x.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def _divide(x, divisor, shift, inverse):
+    """Compute x * shift / divisor, rounded to nearest, by Markstein's division.
+
+    The product with the inverse is corrected once, by what it is too much, which is
+    exact. In this order of signs a zero keeps its own.
+    """
+    x = x * shift
+    if INTERPRETED:
+        # Before Triton 3.9 the interpreter's `fma` rounds twice.
+        return tl.div_rn(x, divisor)
+    quotient = x * inverse
+    excess = tl.fma(quotient, divisor, -x)
+    return tl.fma(-excess, inverse, quotient)
 
 
 @triton.jit
 def _round(y):
-    """Round half to even, with the sign of zero kept, for |y| <= 2^22: Triton's interpreter has no `rint`."""
-    rounded = (y + 12582912.0) - 12582912.0
-    magnitude = rounded.to(tl.int32, bitcast=True) & _MAGNITUDE
-    return (magnitude | (y.to(tl.int32, bitcast=True) & _SIGN)).to(
-        tl.float32, bitcast=True
-    )
+    """Round half to even, with the sign of zero kept."""
+    if not INTERPRETED:
+        return libdevice.rint(y)
+    # The interpreter has no functions of devices; this is for |y| <= 2^22.
+    rounded = _bits((y + 12582912.0) - 12582912.0, int32) & _MAGNITUDE
+    return _bits(rounded | (_bits(y, int32) & ~_MAGNITUDE), float32)
 
 
 @triton.jit
-def _as_stored(scale, SCALE_DTYPE: tl.constexpr):
-    """Round scales to their dtype, as `quantizer._as_stored`."""
+def _as_stored(scale, DTYPE: constexpr):
+    """Round scales other than zero to their dtype, as `quantizer._as_stored`; NaN and infinities stay."""
     size = tl.abs(scale)
-    is_kept = (scale == 0.0) | ((size <= _LARGEST) == 0)
-    if SCALE_DTYPE == tl.bfloat16:
-        size = _cast(tl.minimum(size, _LARGEST_BFLOAT16), SCALE_DTYPE).to(tl.float32)
-    elif SCALE_DTYPE == tl.float16:
-        size = (
-            tl.minimum(tl.maximum(size, _LEAST_FLOAT16), _LARGEST_FLOAT16)
-            .to(SCALE_DTYPE)
-            .to(tl.float32)
-        )
-    return tl.where(is_kept, scale, tl.where(scale < 0.0, -size, size))
-
-
-@triton.jit
-def _cast(values, DTYPE: tl.constexpr):
-    """Cast to a dtype, half to even: Triton's interpreter cuts bfloat16 off, where the hardware rounds."""
-    if _INTERPRETED and DTYPE == tl.bfloat16:
-        bits = values.to(tl.int32, bitcast=True)
-        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) & -65536).to(
-            tl.float32, bitcast=True
-        )
-        values = tl.where(values == values, rounded, values)
-    return values.to(DTYPE)
+    is_finite = size <= 3.4028234663852886e38
+    if DTYPE == "bfloat16":
+        # Half to even by hand: Triton's interpreter cuts off.
+        bits = _bits(tl.minimum(size, 3.3895313892515355e38), int32)
+        size = _bits((bits + 0x7FFF + (bits >> 16 & 1)) & -65536, float32)
+    if DTYPE == "float16":
+        size = tl.clamp(size, 2.0**-24, 65504.0).to(tl.float16).to(float32)
+    return tl.where(is_finite, tl.where(scale < 0, -size, size), scale)
