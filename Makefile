@@ -4,10 +4,11 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 # Those that need no data and no other libraries.
 MEASUREMENTS := step_time sizes
+ARCHITECTURES := 80 90 100 120
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench gpu clean
+.PHONY: help demo test check bench gpu ptx clean
 
 help:
 	@echo "make demo    fine-tune a small BERT with MoQ on the sample in examples/demo; needs no network after the install"
@@ -15,6 +16,7 @@ help:
 	@echo "make check   ruff, mypy"
 	@echo "make bench   the measurements in benchmarks"
 	@echo "make gpu     tests and measurements on one GPU in 8 minutes, with the libraries of PYTHON; needs no network"
+	@echo "make ptx     the Triton kernel's tests and random cases as the PTX of four GPUs, on a CPU; takes 20 minutes"
 	@echo "make clean   remove the virtual environment, caches and runs"
 
 demo: $(INSTALLED)
@@ -38,6 +40,16 @@ bench: $(INSTALLED)
 # Of the machine's own Python, which need not be able to install anything.
 gpu:
 	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/gpu.py $(GPU)
+
+# The kernel as it is compiled for GPUs that are not there; make test runs a part of it.
+ptx: $(INSTALLED)
+	@for arch in $(ARCHITECTURES); do \
+		echo "== the kernel's tests, sm_$$arch" && \
+		MOQ_PTX=$$arch OMP_NUM_THREADS=1 $(PY) -m pytest --quiet -p no:xdist tests/test_triton_quant.py || exit 1; done
+	@echo "== random cases, half a minute each"
+	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests/helpers $(PY) tests/ptx/cases.py 30 $(ARCHITECTURES)
+	@echo "== on paper"
+	@PYTHONPATH=. $(PY) tests/ptx/paper.py $(ARCHITECTURES)
 
 clean:
 	rm -rf $(VENV) runs build dist moq_hf.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
