@@ -6,8 +6,9 @@ Needs a checkout, PyTorch, Triton and transformers; no network and no data. What
 out the sections that need it. Each section is a process of its own, so that neither a crash nor a hang of one harms the
 next. The JSON is written after each of them. What does not fit into `--seconds` is noted as not run.
 
-`--small` runs the same sections at reduced sizes on a CPU, in Triton's interpreter: it shows that the script
-works, and its times mean nothing. `--report` prints the table of the JSON.
+`--small` is the rehearsal: it runs the same sections at reduced sizes on a CPU, where the kernel is compiled for sm_90
+and its PTX interpreted (tests/ptx). It shows that the script works, and its times mean nothing. `--report` prints the
+table of the JSON.
 """
 
 import argparse
@@ -20,8 +21,11 @@ import math
 import os
 import platform
 import re
+import shutil
 import signal
+import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
@@ -210,7 +214,7 @@ def forked(section: Section, limit: float, small: bool = False) -> dict[str, Any
     """Run a section in a process of its own, which is ended when its time is over.
 
     Returns:
-        `status` is "ok", "failed" or "stopped", with the error's last lines; `figures`, `details` and `seconds`.
+        `status` is "ok", "failed" or "not measured", with the error's last lines; `figures`, `details` and `seconds`.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Report(Path(folder, "found.json"), small, limit)
@@ -227,8 +231,8 @@ def forked(section: Section, limit: float, small: bool = False) -> dict[str, Any
         seconds = time.monotonic() - report.began
         found: dict[str, Any] = json.loads(report.path.read_text(encoding="utf-8"))
     if found["status"] == "stopped":
-        why = f"stopped after {limit:.0f} s" if code is None else f"the process ended with {code}"
-        found = {"status": "stopped" if code is None else "failed", "error": why, **without(found, "status")}
+        why = f"its {limit:.0f} s were over" if code is None else f"the process ended with {code}"
+        found = {"status": "not measured" if code is None else "failed", "error": why, **without(found, "status")}
     return {**found, "seconds": round(seconds, 1)}
 
 
@@ -373,7 +377,7 @@ def heading(document: dict[str, Any]) -> str:
     device = document["device"] or {"name": "no CUDA device"}
     versions = document["versions"]
     words = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if name in versions)
-    note = " Reduced sizes, in Triton's interpreter: the times mean nothing." if document["small"] else ""
+    note = " A rehearsal: reduced sizes, PTX interpreted on a CPU; the times mean nothing." if document["small"] else ""
     return f"{device['name']}; {words}; {document.get('seconds', 0):.0f} s.{note}"
 
 
@@ -393,12 +397,40 @@ def find_device(report: Report) -> None:
         report.detail("capability", f"{properties.major}.{properties.minor}")
         report.detail("multiprocessors", properties.multi_processor_count)
         report.detail("cuda", torch.version.cuda)
+        report.detail("free_gb", round(torch.cuda.mem_get_info()[0] / 1e9, 1))
+        report.detail("state", state())
 
     found = forked(Section("device", (), 60, look), 60)
     report.found["details"] = {**found["details"], "forks": True}
     if found["status"] != "ok":
         look(report)
         report.detail("forks", False)
+
+
+def rehearsed() -> contextlib.AbstractContextManager[Any]:
+    """An H100 that is not there, in the place of the CPU, as tests/ptx has it."""
+    sys.path.append(str(ROOT / "tests" / "ptx"))
+    found: contextlib.AbstractContextManager[Any] = importlib.import_module("driver").pretending(90)
+    return found
+
+
+def what_compilers_need() -> list[str]:
+    """What is missing that Triton compiles its launcher with, each as a line."""
+    lines = []
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))):
+        lines.append("missing: a C compiler, with which Triton builds its launcher; set CC")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        lines.append("missing: Python.h, the headers of this Python, which Triton's launcher includes")
+    return lines
+
+
+def state() -> str:
+    """The driver, clocks, power limit and temperature, in the words of nvidia-smi."""
+    fields = "driver_version,clocks.sm,clocks.mem,power.limit,power.draw,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    return "nvidia-smi does not answer"
 
 
 def preload() -> None:
@@ -412,7 +444,7 @@ def arguments() -> argparse.Namespace:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=480.0, help="for all sections together")
-    parser.add_argument("--small", action="store_true", help="reduced sizes on a CPU, in Triton's interpreter")
+    parser.add_argument("--small", action="store_true", help="the rehearsal: reduced sizes on a CPU, without a GPU")
     parser.add_argument("--only", nargs="+", choices=[section.name for section in SECTIONS], metavar="SECTION")
     parser.add_argument(
         "--out",
@@ -440,14 +472,16 @@ def main() -> int:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if args.small:
-        os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    # With several devices the Trainer would wrap the model in DataParallel.
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     sections = [section for section in SECTIONS if not args.only or section.name in args.only]
     found = libraries()
     for name, why in broken().items():
         if found[name]:
             print(f"{name} {found[name]} cannot be imported: {without_folders(why)}")
             found[name] = None
-    print("\n".join(told(found, sections)), flush=True)
+    print("\n".join([*told(found, sections), *([] if args.small else what_compilers_need())]), flush=True)
     if found["torch"] is None:
         raise SystemExit("PyTorch is missing: nothing can be run")
     use_checkout(whole=all(found[name] for name in TRAINING))
@@ -461,10 +495,11 @@ def main() -> int:
         run.document["device"] = device["details"]
     if args.small or run.document["device"]["forks"]:
         preload()
-    document = run()
+    with rehearsed() if args.small else contextlib.nullcontext():
+        document = run()
     print(f"\n{heading(document)}\n\n{table(document)}\n\nwritten to {args.out}")
     rows = [row for section in document["sections"].values() for row in section.get("figures", [])]
-    bad = [name for name, section in document["sections"].items() if section["status"] in ("failed", "stopped")]
+    bad = [name for name, section in document["sections"].items() if section["status"] == "failed"]
     return int(bool(bad) or any(row["reached"] is False for row in rows))
 
 
