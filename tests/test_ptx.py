@@ -175,7 +175,7 @@ MUTANTS = {
         "span / (low if FULL else high)",
         "halves",
     ),
-    "a quotient that is not corrected": ("tl.fma(-excess, inverse, quotient)", "quotient", "halves"),
+    "a quotient that is not corrected": ("tl.fma(excess * -1.0, inverse, quotient)", "quotient", "halves"),
     "halves away from zero": ("libdevice.rint(y)", "libdevice.round(y)", "halves"),
     "zeros without a sign": ("libdevice.rint(y)", "libdevice.rint(y) + 0.0", "zeros"),
     "a store without its mask": (", y, mask=cols < n_cols - first)", ", y)", "odd"),

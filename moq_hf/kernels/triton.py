@@ -166,8 +166,9 @@ def _divide(x, divisor, shift, inverse):
         # Before Triton 3.9 the interpreter's `fma` rounds twice.
         return tl.div_rn(x, divisor)
     quotient = x * inverse
-    excess = tl.fma(quotient, divisor, -x)
-    return tl.fma(-excess, inverse, quotient)
+    # Before Triton 3.9 -x is 0 - x, which has no -0.
+    excess = tl.fma(quotient, divisor, x * -1.0)
+    return tl.fma(excess * -1.0, inverse, quotient)
 
 
 @triton.jit

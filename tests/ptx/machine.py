@@ -33,6 +33,8 @@ TYPES: dict[str, Any] = {
 }
 REGISTERS = {"%p": "pred", "%rs": "b16", "%r": "b32", "%rd": "b64"}
 NAN = np.uint32(0x7FFFFFFF)
+# What lies in a register that was not written: no number that a result could hide.
+GARBAGE = 0x4BADBAD14BADBAD1
 
 
 class Fault(Exception):
@@ -219,6 +221,7 @@ FLOATS: dict[str, Callable[..., Value]] = {
     "mul": lambda a, b: a * b,
     "fma": fused,
     "div": lambda a, b: a / b,
+    "div.ftz": lambda a, b: flushed(flushed(a) / flushed(b)),
     "div.full": approximate,
     "neg": lambda a: -a,
     "abs": np.abs,
@@ -405,15 +408,17 @@ class Machine:
 
     # Registers
 
-    def read(self, text: str, kind: str) -> Value:
-        """An operand as a type."""
+    def read(self, text: str, kind: str, unwritten: bool = False) -> Value:
+        """An operand as a type; what may be unwritten, because it may come to be unused, is GARBAGE there."""
         dtype = TYPES[kind]
         if text in self.special:
             return self.special[text]
         if text.startswith("%"):
+            if text not in self.registers and unwritten:
+                return np.uint64(GARBAGE).astype(dtype)
             if text not in self.registers:
                 raise Fault(f"{text} is read before it is written: {self.at}")
-            if text in self.partly and (self.active & ~self.partly[text]).any():
+            if not unwritten and text in self.partly and (self.active & ~self.partly[text]).any():
                 raise Fault(f"{text} is read by threads that have not written it: {self.at}")
             value = self.registers[text]
             # A register may be wider than what is read of it.
@@ -434,7 +439,9 @@ class Machine:
         if not self.active.all():
             before = self.registers.get(target)
             done = self.partly.get(target, self.everyone if before is not None else ~self.everyone)
-            value = np.where(self.active, value, kind.type(0) if before is None else before)
+            value = np.where(
+                self.active, value, kind.type(GARBAGE & (1 << 8 * kind.itemsize) - 1) if before is None else before
+            )
             self.partly[target] = done | self.active
         else:
             self.partly.pop(target, None)
@@ -449,7 +456,7 @@ class Machine:
                 self.write(each, half)
         elif source.startswith("{"):
             half = f"b{int(kind[1:]) // 2}"
-            self.write(target, joined(*(np.asarray(self.read(each, half)) for each in listed(source))))
+            self.write(target, joined(*(np.asarray(self.read(each, half, unwritten=True)) for each in listed(source))))
         else:
             self.write(target, self.read(source, kind))
 
@@ -486,7 +493,7 @@ class Machine:
         """The value of the lane whose number differs in the bits of `mask`."""
         if modifiers[:2] != ["sync", "bfly"]:
             raise self.unknown()
-        lanes = self.by_warp(self.read(source, kind))
+        lanes = self.by_warp(self.read(source, kind, unwritten=True))
         self.write(target, lanes[..., np.arange(WARP) ^ int(mask, 0)].reshape(self.shape))
 
     def do_redux(self, modifiers: list[str], kind: str, target: str, source: str, *more: str) -> None:
