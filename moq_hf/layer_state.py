@@ -208,7 +208,7 @@ class LayerState:
         if dtype is None:
             dtype = _matmul_dtype(weight)
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            return fake_quantize_in_graph(weight, self.number, dtype)
+            return cast(Tensor, fake_quantize_in_graph(weight, self.number, dtype))
         self.used = True
         if self.bits == FLOAT_BITS or weight.is_meta:
             return weight
