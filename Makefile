@@ -16,7 +16,7 @@ help:
 	@echo "make check   ruff, mypy"
 	@echo "make bench   the measurements in benchmarks"
 	@echo "make gpu     tests and measurements on one GPU in 8 minutes, with the libraries of PYTHON; needs no network"
-	@echo "make ptx     the Triton kernel's tests and random cases as the PTX of four GPUs, on a CPU; takes 20 minutes"
+	@echo "make ptx     the Triton kernel's tests and random cases as the PTX of four GPUs, on a CPU; takes long"
 	@echo "make clean   remove the virtual environment, caches and runs"
 
 demo: $(INSTALLED)
