@@ -145,6 +145,7 @@ def _load(X_ptr, cols, n_cols):
 
 @triton.jit
 def _largest(tile):
+    # `tl.max` itself would not follow TRITON_INTERPRET where it is set after the import.
     return tl.reduce(tile, 1, tl.standard._elementwise_max, keep_dims=True)
 
 
