@@ -4,6 +4,7 @@ import itertools
 import sys
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, cast
 
@@ -155,6 +156,7 @@ class LayerState:
         # Quantized weights of the pass that is under way, where the backward pass is to
         # compute them again.
         self.made: list[Tensor] | None = None
+        self.levels = triton_quant.Levels()
         # Compiled graphs know the state by its number: a tensor, on which they do not
         # depend.
         number = next(_numbers)
@@ -165,7 +167,7 @@ class LayerState:
         return {
             name: value
             for name, value in vars(self).items()
-            if name not in ("copies", "made", "number")
+            if name not in ("copies", "made", "levels", "number")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -224,6 +226,10 @@ class LayerState:
             self.made.append(quantized)
         return straight_through(weight, quantized)
 
+    def renew(self) -> None:
+        """After a change of bits, ratios or blend: write them where captured CUDA graphs read them."""
+        self.levels.write(self.bits, self.grid, self.ratio, self.blend)
+
     def fake_quantize(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The quantized weight in memory of its own, without a graph; also notes its scale.
 
@@ -234,8 +240,12 @@ class LayerState:
         self.handed_dtype = weight.dtype if self.handed_over else None
         with torch.no_grad():
             matrix = to_rows(weight.detach(), self.kind)
-            numerics = quantizer if self.kernel is False else triton_quant
-            values, self.scale = numerics.fake_quantize_with_scale(
+            fake_quantize: Any = quantizer.fake_quantize_with_scale
+            if self.kernel is not False:
+                fake_quantize = partial(
+                    triton_quant.fake_quantize_with_scale, levels=self.levels
+                )
+            values, self.scale = fake_quantize(
                 matrix,
                 self.bits,
                 self.grid,
@@ -289,7 +299,11 @@ _numbers = itertools.count()
 _states: "weakref.WeakValueDictionary[int, LayerState]" = weakref.WeakValueDictionary()
 
 
-@torch.library.custom_op("moq_hf::fake_quantize", mutates_args=())
+# What a graph captured for good would be wrong after a drop: inductor is to leave it
+# out of those of mode "reduce-overhead".
+@torch.library.custom_op(
+    "moq_hf::fake_quantize", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
 def fake_quantize_in_graph(
     weight: Tensor, number: Tensor, dtype: torch.dtype
 ) -> Tensor:

@@ -179,17 +179,18 @@ class QuantLayer(QuantModule):
         state = self.moq
         state.ratio = None
         if (
-            state.bits == FLOAT_BITS
-            or self.float_weight.is_meta
-            or not state.grid.searches(state.bits)
+            state.bits != FLOAT_BITS
+            and not self.float_weight.is_meta
+            and state.grid.searches(state.bits)
         ):
-            return
-        matrix = to_rows(self._whole_weight().detach(), self.kind)
-        state.ratio = quantizer.least_squares_ratio(matrix, state.bits, state.grid)
+            matrix = to_rows(self._whole_weight().detach(), self.kind)
+            state.ratio = quantizer.least_squares_ratio(matrix, state.bits, state.grid)
+        state.renew()
 
     def invalidate(self) -> None:
         """Drop the copies that evaluation has made, and see whether an engine has taken the weight over."""
         self.moq.copies.clear()
+        self.moq.renew()
         # FSDP2 leaves some weights gathered after a pass without gradients.
         self.moq.handed_over |= is_apart(self.float_weight)
 

@@ -5,7 +5,6 @@ It can be imported without Triton and without a GPU: where the kernel does not r
 weights; ternary and binary grids, longer groups and float64 are left to `quantizer`.
 """
 
-import functools
 import importlib
 import logging
 from dataclasses import replace
@@ -29,6 +28,43 @@ _FIRST = RoundingSeed()
 _works: dict[tuple[Any, ...], bool] = {}
 
 
+class Levels:
+    """A precision in a device's memory, where the kernel reads it: a captured CUDA graph follows what is written there.
+
+    Attributes:
+        memory: float32 `[8 + groups]`: the least and the greatest code, the code of a
+            group's largest weight, the shares of the float and of the quantized weight,
+            three that are not used, and a clipping ratio of each group. It is empty
+            before the first launch.
+    """
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0)
+        self._held: tuple[Any, ...] = ()
+        self._ratio: Tensor | None = None
+
+    def on(self, device: torch.device, groups: int) -> None:
+        """Have memory for so many groups."""
+        size = 8 + groups
+        if self.memory.device != device or len(self.memory) != size:
+            # It may be first needed in a mode whose tensors cannot be written in others.
+            with torch.inference_mode(False):
+                self.memory = torch.zeros(size, device=device)
+            self._held = ()
+
+    def write(self, bits: int, grid: Grid, ratio: Tensor | None, blend: float) -> None:
+        """Write a precision, where another one is held."""
+        wanted = bits, grid, blend
+        if len(self.memory) and (self._held != wanted or self._ratio is not ratio):
+            low, high = grid.limits(bits)
+            farthest = low if grid.is_full(bits) else high
+            head = torch.tensor([low, high, farthest, blend, 1.0 - blend])
+            # The host does not wait for the device, and `head` is read before it goes on.
+            self.memory[:5].copy_(head, non_blocking=True)
+            self.memory[8:] = 1.0 if ratio is None else ratio.flatten()
+            self._held, self._ratio = wanted, ratio
+
+
 def fake_quantize(weight: Tensor, bits: int, *grid: Grid, **how: Any) -> Tensor:
     """Compute `quantizer.fake_quantize`, with the same arguments and results."""
     return fake_quantize_with_scale(weight, bits, *grid, **how)[0]
@@ -43,8 +79,11 @@ def fake_quantize_with_scale(
     seed: RoundingSeed = _FIRST,
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
+    levels: Levels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`quantizer.fake_quantize_with_scale`, with the same arguments and results.
+
+    Of `levels` the kernel reads the precision, once it is written there.
 
     Raises:
         ValueError: Bits, grid or ratio do not fit the weight.
@@ -66,7 +105,6 @@ def fake_quantize_with_scale(
             dtype,
             grid,
             grid.is_full(bits),
-            ratio is None,
             blend > 0,
         )
         if length <= LONGEST and _works.get(variant, True):
@@ -74,7 +112,7 @@ def fake_quantize_with_scale(
                 if variant not in _works:
                     _try_out(weight, bits, grid, length, how)
                     _works[variant] = True
-                return _launch(weight, bits, grid, length, **how)
+                return _launch(weight, bits, grid, length, **how, levels=levels)
             except Exception as error:
                 # Triton raises what its compiler, the C compiler that it calls, or the
                 # driver raise.
@@ -135,12 +173,6 @@ def _try_out(weight: Tensor, bits: int, grid: Grid, length: int, how: Any) -> No
         raise ArithmeticError("at first use, it gives other numbers than plain PyTorch")
 
 
-@functools.cache
-def _levels(limits: tuple[int, int], device: torch.device) -> Tensor:
-    """The least and the greatest code as the kernel reads them: float32 `[2]` in the device's memory."""
-    return torch.tensor(limits, dtype=torch.float32, device=device)
-
-
 def _launch(
     weight: Tensor,
     bits: int,
@@ -150,6 +182,7 @@ def _launch(
     seed: RoundingSeed,
     blend: float,
     dtype: torch.dtype,
+    levels: Levels | None = None,
 ) -> tuple[Tensor, Tensor]:
     import triton
 
@@ -164,6 +197,9 @@ def _launch(
     y = torch.empty_like(x, dtype=torch.float32 if interpreted else dtype)
     groups = x.numel() // length
     scale = torch.empty(groups, 1, device=x.device)
+    levels = levels or Levels()
+    levels.on(x.device, groups)
+    levels.write(bits, grid, ratio, blend)
     # A row is read by one warp, and a thread holds 16 weights, or 8 where a row is
     # longer than a tile: chosen by counting instructions and registers.
     columns = min(triton.next_power_of_2(length), 256)
@@ -176,15 +212,11 @@ def _launch(
             x,
             y,
             scale,
-            _levels(grid.limits(bits), x.device),
-            None if ratio is None else ratio.contiguous(),
+            levels.memory,
             quantizer.uniform(x, seed) if grid.stochastic else None,
             groups,
             length,
-            blend,
-            1.0 - blend,
             SYMMETRIC=grid.symmetric,
-            FULL=grid.is_full(bits),
             BLENDS=blend > 0,
             SCALE_DTYPE=grid.scale_dtype,
             BLOCK_ROWS=rows,

@@ -20,14 +20,10 @@ def fake_quantize_kernel(
     Y_ptr,
     scale_ptr,
     levels_ptr,
-    ratio_ptr,
     noise_ptr,
     n_rows,
     n_cols,
-    blend,
-    keep,
     SYMMETRIC: constexpr,
-    FULL: constexpr,
     BLENDS: constexpr,
     SCALE_DTYPE: constexpr,
     BLOCK_ROWS: constexpr,
@@ -40,17 +36,14 @@ def fake_quantize_kernel(
         X_ptr: Weights `[n_rows, n_cols]`.
         Y_ptr: Where fake-quantized weights go, in any float dtype.
         scale_ptr: Where float32 scales go, `[n_rows]`.
-        levels_ptr: float32 `[2]`: the least and the greatest code. They are read from
-            memory, so that one compiled kernel serves all bit widths.
-        ratio_ptr: float32 clipping ratios `[n_rows]`, or None.
+        levels_ptr: float32 `[8 + n_rows]` of `triton_quant.Levels`: all that a precision
+            is, read from memory, so that one compiled kernel, and one captured CUDA
+            graph, serve all bit widths.
         noise_ptr: float32 random numbers of stochastic rounding `[n_rows, n_cols]`, or
             None.
         n_rows: Number of groups.
         n_cols: Weights of a group, at most 2^23.
-        blend: Share of the float weight in the result.
-        keep: 1 - blend.
         SYMMETRIC: Whether codes lie around zero.
-        FULL: Whether the least code is used, and scales have a sign.
         BLENDS: Whether the float weight has a share in the result.
         SCALE_DTYPE: What scales are rounded to, by its name.
         BLOCK_ROWS: Groups of a program, a power of two.
@@ -67,6 +60,10 @@ def fake_quantize_kernel(
     end = BLOCK_COLS if ONE_TILE else n_cols
     low = tl.load(levels_ptr)
     high = tl.load(levels_ptr + 1)
+    # Negative where the least code is used: then scales have a sign.
+    farthest = tl.load(levels_ptr + 2)
+    blend = tl.load(levels_ptr + 3)
+    keep = tl.load(levels_ptr + 4)
 
     # The first pass finds the range. Each thread keeps that of what it reads, and they
     # are compared at the end. The bits of positive numbers are in order as integers,
@@ -85,17 +82,16 @@ def fake_quantize_kernel(
     bottom = bottom & (bottom >> 31)
     if SYMMETRIC:
         size = bottom & _MAGNITUDE
-        top = tl.where(top >= size, top, bottom if FULL else size)
+        top = tl.where(top >= size, top, tl.where(farthest < 0, bottom, size))
     span = _bits(top, float32)
     bottom = _bits(bottom, float32)
 
-    if ratio_ptr is not None:
-        ratio = tl.load(ratio_ptr + first_row + rows)
-        span = span * ratio
-        bottom = bottom * ratio
+    ratio = tl.load(levels_ptr + 8 + first_row + rows)
+    span = span * ratio
     if not SYMMETRIC:
+        bottom = bottom * ratio
         span = span - bottom
-    scale = tl.div_rn(span, low if FULL else high)
+    scale = tl.div_rn(span, farthest)
     # Below the smallest normal number a group becomes zeros.
     scale = tl.where(tl.abs(scale) < 2.0**-126, 1.0, scale)
     scale = _as_stored(scale, SCALE_DTYPE)
@@ -112,7 +108,7 @@ def fake_quantize_kernel(
         zero = _divide(-bottom, divisor, shift, inverse)
         zero = _round(tl.clamp(zero, low, high))
         low, high = low - zero, high - zero
-    elif FULL and noise_ptr is None:
+    elif noise_ptr is None:
         # Codes of a negative scale's magnitude have the other sign.
         low, high = tl.where(scale < 0, -high, low), tl.where(scale < 0, -low, high)
         scale = tl.abs(scale)

@@ -28,13 +28,8 @@ MACHINES = {80: (108, 1.41, 2.04e12), 90: (132, 1.98, 3.35e12), 100: (148, 1.97,
 # Warp instructions that a multiprocessor begins in a cycle.
 ISSUED = 4
 GROUPS = {"per channel, 768": 768, "per channel, 3072": 3072, "groups of 32": 32, "groups of 128": 128}
-# 8 bits have no clipping ratio, 4 bits have one.
-GRIDS: dict[str, dict[str, Any]] = {
-    "8 bits symmetric": {"SYMMETRIC": True, "FULL": False, "ratio_ptr": None},
-    "8 bits asymmetric": {"SYMMETRIC": False, "FULL": False, "ratio_ptr": None},
-    "4 bits symmetric": {"SYMMETRIC": True, "FULL": True},
-    "4 bits asymmetric": {"SYMMETRIC": False, "FULL": False},
-}
+# Whatever the bits are: they are read from memory.
+GRIDS: dict[str, dict[str, Any]] = {"symmetric": {"SYMMETRIC": True}, "asymmetric": {"SYMMETRIC": False}}
 
 
 class Cost(NamedTuple):
@@ -59,8 +54,8 @@ def compiled(target: GPUTarget, length: int, source: str = "*fp32", result: str 
     tile = {"BLOCK_COLS": columns, "ONE_TILE": length <= columns}
     tile["BLOCK_ROWS"] = 4096 // columns if tile["ONE_TILE"] else 8
     fixed = {"noise_ptr": None, "BLENDS": False, "SCALE_DTYPE": "float32", **tile, **constants}
-    types = {"X_ptr": source, "Y_ptr": result, "n_rows": "i32", "n_cols": "i32", "blend": "fp32", "keep": "fp32"}
-    types |= dict.fromkeys(("scale_ptr", "levels_ptr", "ratio_ptr"), "*fp32")
+    types = {"X_ptr": source, "Y_ptr": result, "n_rows": "i32", "n_cols": "i32"}
+    types |= dict.fromkeys(("scale_ptr", "levels_ptr"), "*fp32")
     names = kernel.arg_names
     divisible = [["tt.divisibility", 16]]
     return triton.compile(
@@ -68,7 +63,7 @@ def compiled(target: GPUTarget, length: int, source: str = "*fp32", result: str 
             fn=kernel,
             signature={name: "constexpr" if name in fixed else types[name] for name in names},
             constexprs={(names.index(name),): value for name, value in fixed.items()},
-            attrs={(names.index(name),): divisible for name in types if name not in (*fixed, "blend", "keep")},
+            attrs={(names.index(name),): divisible for name in types if name not in fixed},
         ),
         target=target,
         options={"num_warps": 8, "enable_fp_fusion": False} | ({"maxnreg": 64} if target.backend == "cuda" else {}),
