@@ -97,7 +97,14 @@ PTX = """
         ("st.global.b32 [%rd3], %r1;", "out of bounds, the first at byte 160 of the 160 of weight"),
         ("@%p1 st.global.b32 [%rd3 + 2], %r1;", "not a multiple of 4"),
         ("@%p1 st.global.b32 [%rd1], %r1;", "two threads store different numbers"),
-        ("@%p1 mov.u32 %r2, 1; mov.u32 %r3, %r2;", "%r2 is read by threads that have not written it"),
+        # What some threads leave unwritten others may compute with, and not use.
+        ("@%p1 mov.u32 %r2, %r1; add.s32 %r3, %r2, 0; @%p1 st.global.b32 [%rd3], %r3;", ""),
+        (
+            "@%p1 mov.u32 %r2, %r1; shfl.sync.bfly.b32 %r3, %r2, 16, 31, -1; @%p1 st.global.b32 [%rd3], %r3;",
+            "threads use what they have not written: @%p1 st.global",
+        ),
+        ("@%p1 mov.u32 %r2, 1; add.s32 %r3, %r2, 0; setp.lt.s32 %p2, %r3, 0; @%p2 bra $L1;\n$L1:", "use .*bra"),
+        ("@%p1 mov.u32 %r2, 1; shl.b32 %r2, %r2, 2; ld.shared.b32 %r3, [%r2];", "use .*ld.shared"),
         ("mov.u32 %r3, %r2;", "%r2 is read before it is written"),
         ("@%p1 bra $L1;\n$L1:", "threads part here"),
         ("ld.shared.b32 %r2, [%r1];", "not a multiple of 4"),

@@ -7,7 +7,9 @@ of a fused multiply-add, the signs of zeros in `min` and `max`, flushed subnorma
 
 `Fault` is raised for all that a GPU would trap at or leave undefined: an address outside of the tensors of the
 launch, or not aligned to the width of its access; a register or shared memory read before it was written; shared
-memory that two warps use with no barrier in between; two threads that store different numbers at one address. An
+memory that two warps use with no barrier in between; two threads that store different numbers at one address. Where
+some threads have written a register, the others may compute with it, as they do with what a load under a predicate
+leaves out: what comes of it is known to be undefined, and may not be stored, be an address or decide anything. An
 instruction that is not in the tables below is a `Fault` too, as are threads that part at a branch: every branch of the
 kernel depends on the length of a row alone.
 """
@@ -349,8 +351,10 @@ class Machine:
         self.regions = sorted(regions, key=lambda region: region.start)
         self.shape = (len(blocks), program.threads)
         self.registers: dict[str, Value] = {}
-        # Which lanes have written a register, where not all have.
-        self.partly: dict[str, Value] = {}
+        # In which lanes a register is undefined, where it is in any.
+        self.undefined: dict[str, Value] = {}
+        # In which lanes something is that the instruction has read.
+        self.tainted: Value = np.False_
         self.shared = Shared(len(blocks), shared)
         thread = np.broadcast_to(np.arange(program.threads, dtype="u4"), self.shape)
         block = np.broadcast_to(np.asarray(blocks, "u4")[:, None], self.shape)
@@ -370,8 +374,10 @@ class Machine:
                 self.seen[self.at.name] += 1
                 position += 1
                 self.active = self.everyone
+                self.tainted = np.False_
                 if self.at.guard:
                     condition = self.read(self.at.guard, "pred") ^ self.at.negated
+                    self.demand_defined()
                     self.active = np.broadcast_to(condition, self.shape)
                 root = self.at.name.split(".")[0]
                 if root in ("bra", "ret"):
@@ -408,18 +414,28 @@ class Machine:
 
     # Registers
 
+    def demand_defined(self) -> None:
+        """What was read is of use: no active lane may have it undefined.
+
+        Raises:
+            Fault: One has.
+        """
+        if np.any(self.tainted & self.active):
+            raise Fault(f"threads use what they have not written: {self.at}")
+        self.tainted = np.False_
+
     def read(self, text: str, kind: str, unwritten: bool = False) -> Value:
-        """An operand as a type; what may be unwritten, because it may come to be unused, is GARBAGE there."""
+        """An operand as a type; what no thread may have written, as it may come to be unused, is GARBAGE there."""
         dtype = TYPES[kind]
         if text in self.special:
             return self.special[text]
         if text.startswith("%"):
             if text not in self.registers and unwritten:
+                self.tainted = self.everyone
                 return np.uint64(GARBAGE).astype(dtype)
             if text not in self.registers:
                 raise Fault(f"{text} is read before it is written: {self.at}")
-            if not unwritten and text in self.partly and (self.active & ~self.partly[text]).any():
-                raise Fault(f"{text} is read by threads that have not written it: {self.at}")
+            self.tainted = self.tainted | self.undefined.get(text, np.False_)
             value = self.registers[text]
             # A register may be wider than what is read of it.
             return value.view(dtype) if value.dtype.itemsize == dtype.itemsize else value.astype(dtype)
@@ -436,15 +452,15 @@ class Machine:
         value = np.asarray(value)
         if value.dtype != kind:
             value = value.view(kind) if value.dtype.itemsize == kind.itemsize else value.astype(kind)
+        undefined = self.tainted
         if not self.active.all():
-            before = self.registers.get(target)
-            done = self.partly.get(target, self.everyone if before is not None else ~self.everyone)
-            value = np.where(
-                self.active, value, kind.type(GARBAGE & (1 << 8 * kind.itemsize) - 1) if before is None else before
-            )
-            self.partly[target] = done | self.active
-        else:
-            self.partly.pop(target, None)
+            before = self.registers.get(target, kind.type(GARBAGE & (1 << 8 * kind.itemsize) - 1))
+            is_new = target not in self.registers
+            undefined = np.where(self.active, undefined, is_new | self.undefined.get(target, np.False_))
+            value = np.where(self.active, value, before)
+        self.undefined.pop(target, None)
+        if undefined.any():
+            self.undefined[target] = undefined
         self.registers[target] = value
 
     # Instructions of their own
@@ -493,8 +509,10 @@ class Machine:
         """The value of the lane whose number differs in the bits of `mask`."""
         if modifiers[:2] != ["sync", "bfly"]:
             raise self.unknown()
-        lanes = self.by_warp(self.read(source, kind, unwritten=True))
-        self.write(target, lanes[..., np.arange(WARP) ^ int(mask, 0)].reshape(self.shape))
+        lanes = np.arange(WARP) ^ int(mask, 0)
+        values = self.by_warp(self.read(source, kind))[..., lanes]
+        self.tainted = self.by_warp(self.tainted)[..., lanes].reshape(self.shape)
+        self.write(target, values.reshape(self.shape))
 
     def do_redux(self, modifiers: list[str], kind: str, target: str, source: str, *more: str) -> None:
         """The largest or least value of a warp."""
@@ -502,6 +520,7 @@ class Machine:
             raise self.unknown()
         reduce = np.max if modifiers[1] == "max" else np.min
         found = reduce(self.by_warp(self.read(source, kind)), axis=-1, keepdims=True)
+        self.demand_defined()
         self.write(target, np.broadcast_to(found, self.by_warp(found).shape).reshape(self.shape))
 
     def do_bar(self, modifiers: list[str], kind: str, *operands: str) -> None:
@@ -544,6 +563,7 @@ class Machine:
         bits = f"b{8 * TYPES[kind].itemsize}"
         values = [np.broadcast_to(self.read(each, bits), self.shape)[self.active] for each in listed(source)]
         raw = np.stack(values, axis=1).view("u1")
+        self.demand_defined()
         addresses = self.addresses(target, raw.shape[1])
         if modifiers[0] == "shared":
             self.shared.store(*self.in_shared(addresses, raw.shape[1]), raw, self.at)
@@ -563,6 +583,7 @@ class Machine:
         """A store, as `do_ldmatrix`."""
         for each, (place, warp) in zip(listed(source), self.matrices(target, modifiers), strict=True):
             raw = np.broadcast_to(self.read(each, "b32"), self.shape).reshape(-1, 1)
+            self.demand_defined()
             self.shared.store(place, warp, np.ascontiguousarray(raw).view("u1"), self.at)
 
     def matrices(self, text: str, modifiers: list[str]) -> Iterator[tuple[tuple[Value, Value], Value]]:
@@ -579,6 +600,7 @@ class Machine:
         """Where the active lanes load or store so many bytes."""
         base, offset = re.fullmatch(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\w+)\s*)?\]", text).groups()  # type: ignore[union-attr]
         value = np.asarray(self.read(base, "b64" if base.startswith("%rd") else "b32"))
+        self.demand_defined()
         value = np.broadcast_to(value, self.shape)[self.active].astype("i8") + int(offset or "0", 0)
         if (value % size).any():
             raise Fault(f"an address that is not a multiple of {size}: {self.at}")
