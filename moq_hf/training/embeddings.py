@@ -152,12 +152,14 @@ def _divergence(
     student: Tensor, teacher: Tensor, scale: float, others: Tensor
 ) -> Tensor:
     """KL(teacher, student) of the distributions that each vector's products, divided by `scale`, give over others."""
-    ours, theirs = (
-        (x @ x.transpose(-1, -2) / scale)
-        # Not infinite: there may be no others.
-        .masked_fill(~others, torch.finfo(x.dtype).min)
-        .log_softmax(-1)
-        for x in (student, teacher)
-    )
+    # Cosines of neighbors differ by less than bfloat16 tells apart.
+    with torch.autocast(student.device.type, enabled=False):
+        ours, theirs = (
+            (x @ x.transpose(-1, -2) / scale)
+            # Not infinite: there may be no others.
+            .masked_fill(~others, torch.finfo(x.dtype).min)
+            .log_softmax(-1)
+            for x in (student, teacher)
+        )
     loss = nn.functional.kl_div(ours, theirs, reduction="none", log_target=True)
     return loss.sum(-1)
