@@ -31,8 +31,8 @@ import quantize_embeddings as command  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "embeddings.jsonl"
 TASKS = {"mrpc": ("sentence1", "sentence2"), "cola": ("sentence",), "sst2": ("sentence",)}
 HELD_OUT = 5000
-# Texts of a run: few bits have more to learn.
-TEXTS = {8: 1500, 4: 6000, 3: 6000, 2: 8000}
+# Texts of a run: 8 bits have little to learn.
+TEXTS = {8: 1500, 4: 20_000, 3: 20_000, 2: 20_000}
 # Tokens of a text in training.
 LENGTH = 64
 

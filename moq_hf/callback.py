@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from .packed.load_check import ReferenceOutputs, kept_batch
 from .packed.save import Delivered, SaveOptions, deliver
 from .packed.state import shareable
 from .processes import gathered_state_dict, is_apart
-from .schedule import Switch, offset_step_of
+from .schedule import FLOAT_BITS, Switch, offset_step_of
 from .seams.transformers import (
     ExportableState,
     add_notebook_column,
@@ -61,6 +61,7 @@ from .training.checkpoints import (
     warn_of_half_checkpoint,
 )
 from .training.controller import MoQController
+from .training.gptq import check_possible, start_from_gptq
 from .training.measures import ModelLoss, model_loss
 from .training.resume import check_room, check_start, has_begun, planned_steps
 from .training.samples import first_batch, on_training_batch
@@ -333,6 +334,10 @@ class MoQCallback(TrainerCallback, ExportableState):
             forget_best(state)
         controller.check_ranks()
         self._announce(controller, args, state)
+        if self.config.gptq:
+            check_possible(self._host, controller.layers.values())
+        if resumed is None:
+            self._start_from_gptq(controller.blocks, kwargs["train_dataloader"])
         # A checkpoint that was made without this callback has no entry, and the next
         # save would fail on that.
         callback_states(state)[self._name] = self.state()
@@ -485,10 +490,29 @@ class MoQCallback(TrainerCallback, ExportableState):
             messages.announce_choice(controller.choice)
         begins_quantized = schedule.steps == schedule.offset == 0
         switches = controller.step(eigenvalues)
+        self._start_from_gptq(
+            {switch.block for switch in switches}, kwargs["train_dataloader"]
+        )
         self._has_switched = bool(switches) or begins_quantized
         if not had_arrived:
             # What was evaluated so far is not a candidate for the best quantized model.
             forget_best(state)
+
+    def _start_from_gptq(self, blocks: Collection[str], dataloader: Any) -> None:
+        """Round the weights of blocks that are at fewer bits now, if the config says so."""
+        controller = self.controller
+        if controller is None or self._host is None or not self.config.gptq:
+            return
+        layers = [
+            layer
+            for block, names in controller.blocks.items()
+            for layer in map(controller.layers.__getitem__, names)
+            if block in blocks and layer.moq.bits != FLOAT_BITS
+        ]
+        if layers:
+            start_from_gptq(
+                self._host, controller.model, layers, dataloader, self.config.gptq
+            )
 
     def _was_skipped(self, optimizer: Any) -> bool:
         before = self._loss_scale

@@ -346,6 +346,14 @@ class ConfigFields:
             "quantize_algo.scale_refresh",
         ),
     ] = 50
+    gptq: Annotated[
+        Count,
+        key(
+            "training examples from which GPTQ rounds trained linear layers when they fall to fewer bits, so that "
+            "training starts nearer to float; 0: none",
+            "quantize_algo.gptq",
+        ),
+    ] = 0
     range: Annotated[
         Literal["auto", "narrow", "full"],
         key(

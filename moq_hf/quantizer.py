@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .grid import Grid, ScaleDtype
+from .grid import Grid, PerChannel, ScaleDtype
 
 # The clipping ratios that a search tries. Saved states hold their indices.
 RATIOS = tuple((100 - 5 * k) / 100 for k in range(17))
@@ -230,10 +230,7 @@ def fake_quantize_with_scale(
         part_offset, part_noise = (
             None if tensor is None else tensor[rows] for tensor in (offset, noise)
         )
-        _codes(part, bits, grid, scale[rows], part_offset, part_noise, values)
-        if part_offset is not None and not grid.symmetric:
-            values.sub_(part_offset)
-        values.mul_(scale[rows])
+        _on_grid(part, bits, grid, scale[rows], part_offset, part_noise, values)
         if blend:
             values.mul_(1.0 - blend).add_(part.to(torch.float32) * blend)
         if out.dtype != torch.float32:
@@ -269,6 +266,68 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
     x = _groups(weight, shape)
     best = [_best_ratio(x[rows].to(torch.float32), bits, grid) for rows in _blocks(x)]
     return torch.cat(best).view(shape)
+
+
+def gptq(weight: Tensor, moment: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
+    """A weight that quantizes to what GPTQ makes of another: products with inputs change less than by rounding.
+
+    Columns are rounded one after the other, and those to come make up for the error as
+    far as the inputs let them (Frantar et al., 2022, arXiv 2210.17323). A scale of
+    groups within a row is found when its first column is due. 0.01 of the mean square
+    of an input is added to each, as there. Of what is on the grid and what was rounded
+    to it, each group is given the one that quantizes to nearer values.
+
+    Args:
+        weight: Floating-point `[rows, columns]`, any dtype and device.
+        moment: The sum over inputs `[..., columns]` of their products with each other,
+            `[columns, columns]`, up to a factor.
+        bits: Bit width, 1 to 16.
+        grid: Which weights share a scale. It rounds to nearest here.
+
+    Returns:
+        float32 `[rows, columns]`.
+
+    Raises:
+        ValueError: Bits or groups do not fit the weight.
+        torch.linalg.LinAlgError: The moment is not one of finite inputs.
+
+    >>> moment = torch.tensor([[1.0, 0.9, 0.0], [0.9, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    >>> gptq(torch.tensor([[0.45, 0.45, 1.0]]), moment, 3)
+    tensor([[0.3333, 0.6667, 1.0000]])
+    """
+    grid = replace(grid, stochastic=False)
+    shape = check(weight, bits, grid)
+    rows, columns = weight.shape
+    moment = moment.double()
+    damped = moment + 0.01 * moment.diagonal().mean() * torch.eye(columns).to(moment)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    factor = torch.linalg.cholesky(inverse, upper=True).float()
+    rounded = weight.detach().to(torch.float32, copy=True)
+    snapped = torch.empty_like(rounded)
+    size = grid.grouping.row_size or columns
+    own = grid if size == columns else replace(grid, grouping=PerChannel())
+    for first in range(0, columns, size):
+        group = rounded[:, first : first + size]
+        ratio = least_squares_ratio(group, bits, own) if own.searches(bits) else None
+        x = _groups(group, own.shape(*group.shape))
+        scale, offset = _scales(x, bits, own, ratio)
+        scale = scale.repeat_interleave(rows // len(scale), 0)
+        if offset is not None:
+            offset = offset.repeat_interleave(rows // len(offset), 0)
+        for column in range(first, first + size):
+            part = slice(column, column + 1)
+            _on_grid(rounded[:, part], bits, own, scale, offset, None, snapped[:, part])
+            error = (rounded[:, part] - snapped[:, part]) / factor[column, column]
+            rounded[:, column + 1 :] -= error @ factor[part, column + 1 :]
+
+    def distance(x: Tensor) -> Tensor:
+        ratio = least_squares_ratio(x, bits, grid) if grid.searches(bits) else None
+        again = fake_quantize(x, bits, grid, ratio=ratio)
+        return _groups((again - snapped).square(), shape).sum(1, keepdim=True)
+
+    nearer = distance(snapped) <= distance(rounded)
+    chosen = torch.where(nearer, _groups(snapped, shape), _groups(rounded, shape))
+    return chosen.view(weight.shape)
 
 
 def uniform(like: Tensor, seed: RoundingSeed = _FIRST) -> Tensor:
@@ -380,6 +439,22 @@ def _codes(
     if offset is not None:
         out.add_(offset)
     return out.clamp_(*grid.limits(bits))
+
+
+def _on_grid(
+    x: Tensor,
+    bits: int,
+    grid: Grid,
+    scale: Tensor,
+    offset: Tensor | None,
+    noise: Tensor | None,
+    out: Tensor,
+) -> Tensor:
+    """Write what groups become on their grid to `out`, as `_codes` takes its arguments."""
+    _codes(x, bits, grid, scale, offset, noise, out)
+    if offset is not None and not grid.symmetric:
+        out.sub_(offset)
+    return out.mul_(scale)
 
 
 def _mean(magnitude: Tensor, count: int | Tensor) -> Tensor:

@@ -158,6 +158,7 @@ def quantize(model: "SentenceTransformer", texts: Sequence[str], options: argpar
         bits=options.bits,
         embeddings=options.bits,
         group_size=options.group_size or recipe.group_size,
+        gptq=1024,
     )
     arguments = SentenceTransformerTrainingArguments(
         str(options.output_dir),

@@ -56,8 +56,7 @@ def measuring(
         stack.enter_context(ONE_AT_A_TIME)
         stack.enter_context(repeatable())
         stack.enter_context(_restored(layer.moq for layer in layers))
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(eager())
         stand_ins: dict[int, list[Tensor]] = {}
         if any(map(is_apart, model.parameters())):
             stack.callback(reshard, model)
@@ -108,6 +107,13 @@ def repeatable() -> Iterator[None]:
         finally:
             random.setstate(python_state)
             numpy.random.set_state(numpy_state)
+
+
+def eager() -> contextlib.AbstractContextManager[Any]:
+    """No code that was compiled runs inside."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return cast(Any, torch.compiler.set_stance("force_eager"))  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

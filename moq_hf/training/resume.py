@@ -44,6 +44,7 @@ _HARMLESS = frozenset(
 _FROM_NOW_ON = frozenset(
     {
         "quantize_algo.scale_refresh",
+        "quantize_algo.gptq",
         "seed",
         "eigenvalue.max_iter",
         "eigenvalue.tol",

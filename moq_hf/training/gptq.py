@@ -1,0 +1,121 @@
+"""Start from GPTQ: round the weights of layers that fall to fewer bits so that their outputs change least."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.pytorch_utils import Conv1D
+
+from .. import quantizer
+from ..errors import MoQError
+from ..names import pretrained
+from ..processes import is_apart, is_distributed
+from ..quant_linear import QuantLayer
+from ..weight_matrix import from_rows, to_rows
+from .measuring import eager, evaluating
+from .samples import rows_of
+
+
+class _Arrived(Exception):
+    """A forward pass has come to the layer that is looked at."""
+
+
+def check_possible(trainer: Trainer | None, layers: Iterable[QuantLayer]) -> None:
+    """Check, before the first step, that layers can be rounded from training examples.
+
+    Raises:
+        MoQError: No Trainer runs, or weights are shards.
+    """
+    if trainer is None:
+        raise MoQError(
+            "quantize_algo.gptq: needs a Trainer, which has the examples; set it to 0"
+        )
+    if any(is_apart(layer.float_weight) for layer in layers):
+        raise MoQError(
+            "quantize_algo.gptq: FSDP2 and ZeRO-3 take weights apart, and GPTQ needs whole ones; set it to 0"
+        )
+
+
+def start_from_gptq(
+    trainer: Trainer,
+    model: nn.Module,
+    layers: Iterable[QuantLayer],
+    dataloader: Iterable[Any],
+    examples: int,
+) -> None:
+    """Round weights with `quantizer.gptq`, layer by layer: each sees the inputs that the ones before now give.
+
+    Layers that are not linear, are frozen, or are not called stay as they are. All
+    processes that share a model must call it.
+
+    Args:
+        trainer: Computes the loss of a batch, and with it the inputs.
+        model: Unwrapped (no DDP).
+        layers: At the bits that they are to be rounded to.
+        dataloader: Of training; each pass over it begins anew.
+        examples: Read in each process; whole batches.
+
+    Raises:
+        MoQError: The inputs of a layer are not finite.
+    """
+    with evaluating(model), eager():
+        batches = []
+        for batch in dataloader:
+            batches.append(trainer._prepare_inputs(batch))
+            examples -= rows_of(batches[-1])
+            if examples <= 0:
+                break
+        for layer in layers:
+            if isinstance(layer, nn.Linear | Conv1D) and layer.weight.requires_grad:
+                _round(trainer, model, layer, batches)
+
+
+def _round(
+    trainer: Trainer, model: nn.Module, layer: QuantLayer, batches: list[Any]
+) -> None:
+    weight = layer.float_weight
+    matrix = to_rows(weight.detach(), layer.kind)
+    moment = matrix.new_zeros(matrix.shape[1], matrix.shape[1], dtype=torch.float32)
+    mask: Any = None
+
+    def note_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal mask
+        mask = kwargs.get("attention_mask")
+
+    def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs = args[0]
+        if isinstance(mask, Tensor) and mask.shape == inputs.shape[:-1]:
+            # Padding says nothing.
+            inputs = inputs[mask.bool()]
+        inputs = inputs.flatten(0, -2).float()
+        moment.addmm_(inputs.t(), inputs)
+        raise _Arrived
+
+    hooks = (
+        pretrained(model).register_forward_pre_hook(note_mask, with_kwargs=True),
+        layer.register_forward_pre_hook(add),
+    )
+    try:
+        for batch in batches:
+            try:
+                trainer.compute_loss(model, batch)
+            except _Arrived:
+                continue
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if is_distributed():
+        dist.all_reduce(moment)
+    if not moment.any():
+        return
+    if not moment.isfinite().all():
+        raise MoQError(
+            f"quantize_algo.gptq: the inputs of {layer.moq.name} hold NaN or Inf"
+        )
+    rounded = quantizer.gptq(matrix, moment, layer.moq.bits, layer.moq.grid)
+    weight.copy_(from_rows(rounded, layer.kind, weight.shape))
+    layer.search_ratios()
+    layer.invalidate()
