@@ -269,13 +269,12 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
 
 
 def gptq(weight: Tensor, moment: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
-    """A weight that quantizes to what GPTQ makes of another: products with inputs change less than by rounding.
+    """Round a weight so that its products with inputs change less than by rounding to nearest.
 
     Columns are rounded one after the other, and those to come make up for the error as
-    far as the inputs let them (Frantar et al., 2022, arXiv 2210.17323). A scale of
-    groups within a row is found when its first column is due. 0.01 of the mean square
-    of an input is added to each, as there. Of what is on the grid and what was rounded
-    to it, each group is given the one that quantizes to nearer values.
+    far as the inputs let them (Frantar et al., 2022, arXiv 2210.17323, where 0.01 of the
+    mean square of an input is added to each, too). A scale of groups within a row is
+    found when its first column is due.
 
     Args:
         weight: Floating-point `[rows, columns]`, any dtype and device.
@@ -285,7 +284,8 @@ def gptq(weight: Tensor, moment: Tensor, bits: int, grid: Grid = _DEFAULT) -> Te
         grid: Which weights share a scale. It rounds to nearest here.
 
     Returns:
-        float32 `[rows, columns]`.
+        float32 `[rows, columns]`, on the grid: quantizing changes it seldom, where no
+        weight of a group reaches the last code.
 
     Raises:
         ValueError: Bits or groups do not fit the weight.
@@ -295,39 +295,32 @@ def gptq(weight: Tensor, moment: Tensor, bits: int, grid: Grid = _DEFAULT) -> Te
     >>> gptq(torch.tensor([[0.45, 0.45, 1.0]]), moment, 3)
     tensor([[0.3333, 0.6667, 1.0000]])
     """
-    grid = replace(grid, stochastic=False)
-    shape = check(weight, bits, grid)
+    check(weight, bits, replace(grid, stochastic=False))
     rows, columns = weight.shape
-    moment = moment.double()
-    damped = moment + 0.01 * moment.diagonal().mean() * torch.eye(columns).to(moment)
+    damping = 0.01 * moment.diagonal().mean()
+    damped = moment.double() + damping * torch.eye(columns, device=moment.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     factor = torch.linalg.cholesky(inverse, upper=True).float()
-    rounded = weight.detach().to(torch.float32, copy=True)
-    snapped = torch.empty_like(rounded)
-    size = grid.grouping.row_size or columns
-    own = grid if size == columns else replace(grid, grouping=PerChannel())
+    left = weight.detach().to(torch.float32, copy=True)
+    rounded = torch.empty_like(left)
+    size = columns
+    if grid.grouping.row_size is not None:
+        size = grid.grouping.row_size
+        grid = replace(grid, grouping=PerChannel())
     for first in range(0, columns, size):
-        group = rounded[:, first : first + size]
-        ratio = least_squares_ratio(group, bits, own) if own.searches(bits) else None
-        x = _groups(group, own.shape(*group.shape))
-        scale, offset = _scales(x, bits, own, ratio)
+        group = left[:, first : first + size]
+        ratio = least_squares_ratio(group, bits, grid) if grid.searches(bits) else None
+        x = _groups(group, grid.shape(*group.shape))
+        scale, offset = _scales(x, bits, grid, ratio)
         scale = scale.repeat_interleave(rows // len(scale), 0)
         if offset is not None:
             offset = offset.repeat_interleave(rows // len(offset), 0)
         for column in range(first, first + size):
             part = slice(column, column + 1)
-            _on_grid(rounded[:, part], bits, own, scale, offset, None, snapped[:, part])
-            error = (rounded[:, part] - snapped[:, part]) / factor[column, column]
-            rounded[:, column + 1 :] -= error @ factor[part, column + 1 :]
-
-    def distance(x: Tensor) -> Tensor:
-        ratio = least_squares_ratio(x, bits, grid) if grid.searches(bits) else None
-        again = fake_quantize(x, bits, grid, ratio=ratio)
-        return _groups((again - snapped).square(), shape).sum(1, keepdim=True)
-
-    nearer = distance(snapped) <= distance(rounded)
-    chosen = torch.where(nearer, _groups(snapped, shape), _groups(rounded, shape))
-    return chosen.view(weight.shape)
+            _on_grid(left[:, part], bits, grid, scale, offset, None, rounded[:, part])
+            error = (left[:, part] - rounded[:, part]) / factor[column, column]
+            left[:, column + 1 :] -= error @ factor[part, column + 1 :]
+    return rounded
 
 
 def uniform(like: Tensor, seed: RoundingSeed = _FIRST) -> Tensor:
