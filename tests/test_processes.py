@@ -25,6 +25,8 @@ JOBS = [
     "ddp/budget",
     "ddp/eigenvalues_stochastic",
     *(f"ddp/error/{case}" for case in ERRORS),
+    "ddp/gptq",
+    "fsdp2/error/gptq",
     "ddp/float_first",
     "fsdp2/float_first",
     "fsdp2/resume/float_first_adamw",
@@ -161,6 +163,11 @@ def test_killed_runs_of_several_processes_end_as_if_never_killed() -> None:
 
 class FullyShardedDataParallel(nn.Sequential):
     """By its name FSDP1."""
+
+
+def test_gptq_of_shards_is_refused(two_processes: Path) -> None:
+    for message in result(two_processes, "fsdp2/error/gptq"):
+        assert message.startswith("step 0: quantize_algo.gptq: FSDP2 and ZeRO-3 take weights apart")
 
 
 def test_fsdp1_is_refused() -> None:

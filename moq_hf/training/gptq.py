@@ -16,7 +16,7 @@ from ..processes import is_apart, is_distributed
 from ..quant_linear import QuantLayer
 from ..weight_matrix import from_rows, to_rows
 from .measuring import eager, evaluating
-from .samples import rows_of
+from .samples import first_batches
 
 
 class _Arrived(Exception):
@@ -56,18 +56,16 @@ def start_from_gptq(
         model: Unwrapped (no DDP).
         layers: At the bits that they are to be rounded to.
         dataloader: Of training; each pass over it begins anew.
-        examples: Read in each process; whole batches.
+        examples: Of all processes together; each reads whole batches.
 
     Raises:
         MoQError: The inputs of a layer are not finite.
     """
     with evaluating(model), eager():
-        batches = []
-        for batch in dataloader:
-            batches.append(trainer._prepare_inputs(batch))
-            examples -= rows_of(batches[-1])
-            if examples <= 0:
-                break
+        batches = [
+            trainer._prepare_inputs(batch)
+            for batch in first_batches(dataloader, examples // trainer.args.world_size)
+        ]
         for layer in layers:
             if isinstance(layer, nn.Linear | Conv1D) and layer.weight.requires_grad:
                 _round(trainer, model, layer, batches)

@@ -8,7 +8,7 @@ import logging
 import pickle
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -219,10 +219,23 @@ def _do_nothing(*args: Any) -> None:
     return None
 
 
+def first_batches(dataloader: Iterable[Any], rows: int) -> list[Any]:
+    """As many batches as have `rows` examples, or all that there are."""
+    batches = []
+    for batch in dataloader:
+        batches.append(batch)
+        rows -= rows_of(batch)
+        if rows <= 0:
+            break
+    # Accelerate would wait for the pass to end.
+    getattr(dataloader, "end", _do_nothing)()
+    return batches
+
+
 def first_batch(dataloader: Any) -> Mapping[str, Any] | None:
     """A training batch, for the proof, where the hook has seen none; None if none can be read."""
     try:
-        batch = next(iter(dataloader))
+        batch = first_batches(dataloader, 1)[0]
     # Training is done, and its result must not be lost because the data cannot be read
     # again.
     except Exception as error:

@@ -75,6 +75,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "compile": (STOCHASTIC, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "float_first": (AT_ONCE, {"float_first": True}),
     "float_first_adamw": (AT_ONCE, {"float_first": True, "optim": "adamw_torch_fused", "learning_rate": 2e-3}),
+    "gptq": ({**BASE, "quantize_algo": {"scale_refresh": 3, "gptq": 16}}, {}),
     "budget": (BUDGET, {}),
     "eigenvalues": ({**BASE, "eigenvalue": EIGENVALUE}, {}),
     "eigenvalues_stochastic": ({**STOCHASTIC, "eigenvalue": EIGENVALUE}, {}),

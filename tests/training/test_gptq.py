@@ -1,0 +1,228 @@
+"""Runs that start from GPTQ: what it makes of weights, from which inputs, when, and what it refuses."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from tiny_runs import Stop, arguments, assert_same, callback_of, moq, new_model, no_dropout, rows, trained, weights
+from torch import nn
+from transformers import DataCollatorWithPadding, Trainer
+
+from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, quantizer
+from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
+from moq_hf.model.convert import quant_layers
+from moq_hf.training.samples import first_batches
+
+PLAIN: dict[str, Any] = {"bits": 3, "group_size": 8}
+
+
+def moment_of(columns: int, seed: int = 0) -> torch.Tensor:
+    """Of inputs some of which say nearly the same."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(400, columns, generator=generator)
+    inputs[:, 1::2] = inputs[:, ::2] + 0.3 * inputs[:, 1::2]
+    return inputs.t() @ inputs
+
+
+def by_hand(weight: torch.Tensor, moment: torch.Tensor, bits: int, grid: Grid) -> np.ndarray:
+    """As in "Optimal Brain Quantization": the inverse of what is left, anew for each column."""
+    left = weight.double().numpy().copy()
+    hessian = moment.double().numpy()
+    hessian = hessian + 0.01 * np.diag(hessian).mean() * np.eye(len(hessian))
+    result = np.zeros_like(left)
+    size = grid.grouping.row_size or left.shape[1]
+    own = replace(grid, grouping=PerChannel()) if grid.grouping.row_size else grid
+    least, most = grid.limits(bits)
+    for column in range(left.shape[1]):
+        if column % size == 0:
+            group = torch.from_numpy(left[:, column : column + size]).float()
+            ratio = quantizer.least_squares_ratio(group, bits, own) if own.searches(bits) else None
+            _, scale, zero = quantizer.quantize(group, bits, own, ratio=ratio)
+            scales = np.repeat(scale.double().numpy()[:, 0], len(left) // len(scale))
+            zeros = np.zeros(len(left)) if zero is None else np.repeat(zero.numpy()[:, 0], len(left) // len(zero))
+        codes = np.clip(np.round(left[:, column] / scales) + zeros, least, most)
+        result[:, column] = (codes - zeros) * scales
+        inverse = np.linalg.inv(hessian[column:, column:])
+        error = (left[:, column] - result[:, column]) / inverse[0, 0]
+        left[:, column:] -= np.outer(error, inverse[0])
+    return result
+
+
+@pytest.mark.parametrize("grouping", [RowBlocks(3), PerChannel(), PerGroup(4)])
+@pytest.mark.parametrize(
+    ("bits", "more"),
+    [(3, {}), (4, {"full": True}), (3, {"symmetric": False}), (8, {"scale_dtype": "bfloat16"})],
+)
+def test_columns_make_up_for_each_other(grouping: Grouping, bits: int, more: dict[str, Any]) -> None:
+    grid = Grid(grouping=grouping, **more)
+    torch.manual_seed(bits)
+    weight = torch.randn(6, 16)
+    made = quantizer.gptq(weight, moment_of(16), bits, grid)
+    torch.testing.assert_close(made, torch.from_numpy(by_hand(weight, moment_of(16), bits, grid)).float())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_products_change_less_than_by_rounding(bits: int) -> None:
+    torch.manual_seed(0)
+    grid = Grid(grouping=PerGroup(16))
+    weight, moment = torch.randn(32, 64), moment_of(64)
+
+    def change(values: torch.Tensor) -> float:
+        ratio = quantizer.least_squares_ratio(values, bits, grid) if grid.searches(bits) else None
+        error = (quantizer.fake_quantize(values, bits, grid, ratio=ratio) - weight).double()
+        return float(((error @ moment.double()) * error).sum())
+
+    assert change(quantizer.gptq(weight, moment, bits, grid)) < 0.75 * change(weight)
+
+
+def padded_rows() -> list[dict[str, Any]]:
+    return [{**row, "input_ids": row["input_ids"][: 4 + index % 6]} for index, row in enumerate(rows())]
+
+
+class Collator(DataCollatorWithPadding):
+    """Pads without a tokenizer."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        ids = nn.utils.rnn.pad_sequence([row["input_ids"] for row in features], batch_first=True)
+        labels = torch.tensor([row["labels"] for row in features])
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
+
+
+def test_inputs_are_those_of_training_without_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments: list[torch.Tensor] = []
+    gptq = quantizer.gptq
+
+    def spy(weight: torch.Tensor, moment: torch.Tensor, *args: Any) -> torch.Tensor:
+        moments.append(moment)
+        return gptq(weight, moment, *args)
+
+    monkeypatch.setattr(quantizer, "gptq", spy)
+    settings = arguments(tmp_path, max_steps=1, train_sampling_strategy="sequential", learning_rate=0.0)
+    model = new_model()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    callback = MoQCallback(**PLAIN, gptq=6)
+    trainer = Trainer(model, settings, train_dataset=padded_rows(), data_collator=Collator(), callbacks=[callback])
+    trained(trainer)
+    # What the first layer of a model that nothing has touched takes in, of the two batches that have 6 examples.
+    plain = new_model().eval()
+    inputs: list[torch.Tensor] = []
+    plain.bert.encoder.layer[0].attention.self.query.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    for first in (0, 4):
+        batch = Collator()(padded_rows()[first : first + 4])
+        plain(**batch)
+        inputs[-1] = inputs[-1][batch["attention_mask"].bool()]
+    seen = torch.cat(inputs)
+    torch.testing.assert_close(moments[0], seen.t() @ seen)
+    # All but a few are on the grid already: a group of eight that misses the last code gets another scale.
+    layers = {name: layer for name, layer in quant_layers(model).items() if "classifier" not in name}
+    assert len(moments) == len(layers)
+    moved = 0
+    for name, layer in layers.items():
+        near = torch.isclose(layer.quantized_copy(torch.float32), layer.float_weight)
+        assert near.float().mean() > 0.95
+        moved += int(not torch.equal(layer.float_weight, start[f"{name}.weight"]))
+    assert moved == len(layers)
+    assert torch.equal(start["classifier.weight"], model.classifier.weight)
+
+
+def test_without_it_weights_stay_and_data_and_random_numbers_are_the_same(tmp_path: Path) -> None:
+    seen: dict[int, list[torch.Tensor]] = {}
+    for examples in (0, 8):
+        trainer = Trainer(
+            new_model(),
+            arguments(tmp_path / str(examples), max_steps=16, learning_rate=0.0),
+            train_dataset=rows(),
+            callbacks=[MoQCallback(**PLAIN, gptq=examples)],
+        )
+        batches: list[torch.Tensor] = []
+
+        def watch(module: Any, args: Any, kwargs: Any) -> None:
+            if torch.is_grad_enabled():
+                batches.extend([kwargs["input_ids"], torch.rand(2)])  # noqa: B023
+
+        trainer.model.register_forward_pre_hook(watch, with_kwargs=True)
+        trainer.train()
+        seen[examples] = batches
+    assert len(seen[0]) == 2 * 16
+    for plain, other in zip(*seen.values(), strict=True):
+        assert torch.equal(plain, other)
+
+
+def test_accelerate_knows_that_no_pass_over_the_data_is_under_way() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(rows(), batch_size=4))
+    before = list(accelerator.gradient_state.dataloader_references)
+    assert [len(batch["input_ids"]) for batch in first_batches(loader, 6)] == [4, 4]
+    assert accelerator.gradient_state.dataloader_references == before
+    assert len(first_batches(loader, 1000)) == 16
+
+
+def test_at_each_fall_and_not_again_on_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MoQConfig.from_dict(
+        {
+            "quantize_bits": {"start_bits": 4, "target_bits": 3},
+            "quantize_groups": "per_channel",
+            "quantize_schedule": {"quantize_period": 3, "schedule_offset": 2},
+            "quantize_algo": {"gptq": 8},
+        }
+    )
+    used: list[int] = []
+    gptq = quantizer.gptq
+
+    def spy(weight: torch.Tensor, moment: torch.Tensor, bits: int, grid: Grid) -> torch.Tensor:
+        used.append(bits)
+        return gptq(weight, moment, bits, grid)
+
+    monkeypatch.setattr(quantizer, "gptq", spy)
+    saving = {"save_strategy": "steps", "save_steps": 6, "max_steps": 12}
+    whole = trained(no_dropout(moq(tmp_path / "whole", config, **saving)))
+    layers = len(callback_of(whole).controller.layers)
+    assert used == [4] * layers + [3] * layers
+    trained(no_dropout(moq(tmp_path / "parts", config, [Stop(6)], **saving)))
+    del used[:]
+    resumed = no_dropout(moq(tmp_path / "parts", config, **saving))
+    resumed.train(resume_from_checkpoint=True)
+    assert set(used) <= {3}
+    assert_same(weights(whole), weights(resumed))
+    delivered = callback_of(whole).delivered
+    assert delivered is not None and delivered.proof is not None and delivered.proof.agrees
+
+
+def float_first_run(folder: Path, config: MoQConfig) -> MoQTrainer:
+    settings = arguments(folder, max_steps=8)
+    trainer = MoQTrainer(new_model(), settings, train_dataset=rows(), moq_config=config, float_first=True)
+    return no_dropout(trainer)
+
+
+def test_after_a_float_phase_it_starts_from_the_float_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    gptq = quantizer.gptq
+
+    def spy(weight: torch.Tensor, moment: torch.Tensor, bits: int, grid: Grid) -> torch.Tensor:
+        used.append(bits)
+        return gptq(weight, moment, bits, grid)
+
+    monkeypatch.setattr(quantizer, "gptq", spy)
+    config = MoQConfig(**PLAIN, gptq=8)
+    trainer = float_first_run(tmp_path, config)
+    trainer.train()
+    assert set(used) == {3}
+    assert callback_of(trainer).delivered.proof.agrees
+
+
+def test_what_cannot_be_rounded_so_is_an_error_before_the_first_step(tmp_path: Path) -> None:
+    model = new_model()
+    with torch.no_grad():
+        model.bert.embeddings.LayerNorm.weight.fill_(torch.inf)
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[MoQCallback(**PLAIN, gptq=4)])
+    with pytest.raises(MoQError, match=r"quantize_algo.gptq: the inputs of .*query hold NaN or Inf"):
+        trainer.train()
+    with pytest.raises(MoQError, match="gptq"):
+        MoQConfig(gptq=-1)
