@@ -96,6 +96,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
             rounding=st.sampled_from(["nearest", "stochastic"] if equal_steps else ["nearest"]),
             scale=st.sampled_from(["auto", "absmax", "mse"]),
             scale_refresh=positive,
+            gptq=st.integers(0, 2000),
         )
     )
     if range_ != "auto" or draw(st.booleans()):
@@ -201,6 +202,7 @@ OTHERS: dict[str, Any] = {
     "rounding": "stochastic",
     "scale": "mse",
     "scale_refresh": 7,
+    "gptq": 64,
     "scale_dtype": "bfloat16",
     "group_size": 64,
     "start_bits": 9,
