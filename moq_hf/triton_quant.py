@@ -202,13 +202,13 @@ def _launch(
     levels.write(bits, grid, ratio, blend)
     # A row is read by one warp, and a thread holds 16 weights, or 8 where a row is
     # longer than a tile: chosen by counting instructions and registers.
-    columns = min(triton.next_power_of_2(length), 256)
+    columns = min(1 << (length - 1).bit_length(), 256)
     rows = 4096 // columns if length <= columns else 8
     # Without a limit ptxas spills for sm_100, so that more threads fit.
     options = {} if torch.version.hip else {"maxnreg": 64}
     # Triton launches on the current device.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        kernels.fake_quantize_kernel[(triton.cdiv(groups, rows),)](
+        kernels.fake_quantize_kernel[(-(-groups // rows),)](
             x,
             y,
             scale,
