@@ -209,6 +209,14 @@ PLANS = {
         equal_steps=True,
         rounded=("groups of 32, full",),
     ),
+    # What the recipes are measured against: float of as many steps, each task at the best of three learning rates.
+    "fair": Plan(
+        tuple(
+            replace(FLOAT, name="float, as many steps", learning_rate=rate, times=2, after=())
+            for rate in (1e-4, 5e-5, 2e-4)
+        ),
+        bf16=True,
+    ),
     # 3 bits on average, chosen on the float model, and 3 bits throughout.
     "budgets": Plan(
         (
