@@ -14,7 +14,9 @@ RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
 RESTART = "cosine_with_restarts"
 # Keys of a run that its identity leaves out at these values.
 LATER: dict[str, Any] = {"bf16": False, "warm_times": 1, "warm_decay": "linear", "averaged": False}
-OWN = -1.0  # Stands for the task's of `RATES`.
+# The same for float models of twice the epochs, on every task, by the plan "rates".
+LONG_RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 1e-4}
+OWN, LONG_OWN = -1.0, -2.0  # Stand for the task's of `RATES` and of `LONG_RATES`.
 GROUPS: dict[str, dict[str, Any]] = {
     "8 blocks": {"quantize_groups": 8},
     "per channel": {"quantize_groups": "per_channel"},
@@ -64,10 +66,10 @@ class Arm:
     averaged: bool = False
 
     def on(self, task: str) -> "Arm":
-        """Itself with the task's learning rate wherever it has `OWN`, and the task's step for a share of the run."""
+        """Itself with the task's learning rates for `OWN` and `LONG_OWN`, and its step for a share of the run."""
 
         def settled(rate: float) -> float:
-            return RATES[task] if rate == OWN else rate
+            return {OWN: RATES[task], LONG_OWN: LONG_RATES[task]}.get(rate, rate)
 
         moq = copy.deepcopy(self.moq)
         if moq is not None and "distillation" in moq:
@@ -77,36 +79,6 @@ class Arm:
                 moq["quantize_schedule"]["schedule_offset"] * STEPS[task] * EPOCHS[task] * self.times
             )
         return replace(self, moq=moq, learning_rate=settled(self.learning_rate), warm=settled(self.warm))
-
-    def plain(self, equal_steps: bool = False) -> "Arm | None":
-        """Basic QAT from the pretrained model and without a teacher; `equal_steps`: with the float run's steps too."""
-        if self.moq is None:
-            return None
-        times = self.times + (self.warm_times if equal_steps and self.warm else 0)
-        return qat(self.bits, learning_rate=self.learning_rate, times=times, groups=self.groups, decay=self.decay)
-
-    def basic(self) -> "Arm | None":
-        """Basic QAT with everything else the same: what the schedule is measured against."""
-        if self.moq is None:
-            return None
-        scheduling = {"quantize_bits", "quantize_schedule", "eigenvalue", "fp16_mixed_quantize"}
-        kept = {name: value for name, value in self.moq.items() if name not in scheduling}
-        return qat(
-            self.bits,
-            moq=kept,
-            learning_rate=self.learning_rate,
-            times=self.times,
-            groups=self.groups,
-            warm=self.warm,
-            warm_times=self.warm_times,
-            warm_decay=self.warm_decay,
-            decay=self.decay,
-        )
-
-    def label(self, rate: float | None) -> str:
-        """Its name, with the learning rate where that is not `rate`."""
-        rates = f", learning rate {self.learning_rate:g}" if self.learning_rate not in (OWN, rate) else ""
-        return self.name + rates + ", averaged" * self.averaged
 
     def config(self) -> dict[str, Any] | None:
         """The whole configuration."""
@@ -138,6 +110,7 @@ def ramp(
 
 
 FLOAT = Arm("float", after=(8, 4, 3, 2))
+LONG = Arm("float", learning_rate=LONG_OWN, times=2)
 
 
 @dataclass(frozen=True)
@@ -146,23 +119,18 @@ class Plan:
 
     Attributes:
         bf16: Computed in bfloat16.
-        equal_steps: Basic QAT, which arms are compared with, has the steps of the float run too.
-        rounded: Grids to which the float model is rounded, beside those of the arms.
     """
 
     arms: tuple[Arm, ...]
     tasks: tuple[str, ...] = ("sst2", "cola", "mrpc")
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     bf16: bool = False
-    equal_steps: bool = False
-    rounded: tuple[str, ...] = ()
 
     def run(self, arm: Arm, task: str, seed: int, rows: int | None = None) -> "Run":
         """One of its runs."""
         return Run(arm, task, seed, rows, self.bf16)
 
 
-LONG = Arm("float, as many steps", times=2)
 CHANNELS: dict[str, Any] = {"groups": "per channel"}
 # Taught: from the float model of the same seed, with it as the teacher; its learning rate stands in for its folder.
 TAUGHT: dict[str, Any] = {"moq": {"distillation": {"teacher": OWN, "labels": 1.0}}, "warm": OWN, **CHANNELS}
@@ -207,8 +175,6 @@ PLANS = {
             ),
         ),
         bf16=True,
-        equal_steps=True,
-        rounded=("groups of 32, full",),
     ),
     # What the recipes are measured against: float of as many steps. First the best of three learning rates for each
     # task, with seed 1, the shorter tasks first; then the five seeds at it.
@@ -218,6 +184,7 @@ PLANS = {
         seeds=(1,),
         bf16=True,
     ),
+    "fair": Plan((LONG,), tasks=("mrpc", "cola", "sst2"), bf16=True),
     # 3 bits on average, chosen on the float model, and 3 bits throughout.
     "budgets": Plan(
         (
@@ -229,7 +196,6 @@ PLANS = {
             ),
         ),
         bf16=True,
-        equal_steps=True,
     ),
     # What the phases should look like at 2 bits: the way down, the float phase's end, the teacher, the length of both.
     "phases": Plan(
@@ -249,7 +215,6 @@ PLANS = {
         tasks=("sst2", "cola"),
         seeds=(1, 2, 3),
         bf16=True,
-        equal_steps=True,
     ),
     # From the pretrained model and with float models of as many steps, 8 to 2 bits.
     "main": Plan(

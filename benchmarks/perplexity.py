@@ -21,7 +21,6 @@ import argparse
 import copy
 import logging
 import math
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -278,30 +277,15 @@ class Found:
             own = [line for line in counted if (line["arm"], line["bits"], line["rate"]) == wanted]
             self.lines[run.arm, run.bits] = {line["seed"]: line for line in own}
 
-    def of(self, arm: str, bits: int, value: str = "perplexity") -> dict[int, float]:
-        """A value by seed."""
-        return {seed: line[value] for seed, line in self.lines[arm, bits].items()}
+    def of(self, arm: str, bits: int) -> dict[int, float]:
+        """Perplexity by seed."""
+        return {seed: line["perplexity"] for seed, line in self.lines[arm, bits].items()}
 
     def against(self, arm: str, bits: int, other: str) -> str:
         """The paired difference in perplexity to a float arm, or to another one of the same bits, in percent of it."""
         ours, theirs = self.of(arm, bits), self.of(other, 32 if other in ("float", ON) else bits)
         share = {seed: 100 * value / theirs[seed] for seed, value in ours.items() if seed in theirs}
         return paired(share, dict.fromkeys(share, 100.0))
-
-    def table(self) -> str:
-        """A Markdown table, an arm a line."""
-        head = ["bits", "arm", "seeds", "perplexity", "bits per byte"]
-        against = ["float", ON, ROUNDED]
-        rows = [[*head, *(f"% against {other}" for other in against)], ["---"] * (len(head) + len(against))]
-        for (arm, bits), own in self.lines.items():
-            if own:
-                names = ("perplexity", "bits_per_byte")
-                means = [statistics.fmean(self.of(arm, bits, name).values()) for name in names]
-                skipped = {"float": ("float", ON, ROUNDED), ON: (ON, ROUNDED), ROUNDED: (ON, ROUNDED)}.get(arm, ())
-                others = ["" if other in skipped else self.against(arm, bits, other) for other in against]
-                values = [f"{means[0]:.2f}", f"{means[1]:.3f}", *others]
-                rows.append([str(bits) if bits < 32 else "", arm, str(len(own)), *values])
-        return markdown(rows)
 
     def summary(self) -> str:
         """A Markdown table of the differences to the float model of as many steps, a number of bits a line."""
@@ -317,9 +301,8 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def report(path: Path, rate: float) -> None:
-    """Print the tables."""
-    found = Found(Lines(path).lines, rate)
-    print("\n\n".join([found.table(), found.summary()]))
+    """Print the table."""
+    print(Found(Lines(path).lines, rate).summary())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

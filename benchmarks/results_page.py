@@ -10,16 +10,13 @@ import argparse
 import json
 import re
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import perplexity
-from glue_plans import PLANS
 from lines import Lines
-from report_study import TASKS, Row, average, paired, rows
+from report_study import FLOAT, TASKS, Ways, average, paired
 
 from moq_hf.formats.table import NEEDS
 from moq_hf.text import markdown_table
@@ -28,11 +25,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     ROOT / "README.md",
-    ROOT / "docs" / "results.md",
-    ROOT / "docs" / "results" / "deployed.md",
+    *sorted((ROOT / "docs" / "results").glob("*.md")),
     ROOT / "docs" / "reference" / "formats.md",
 )
-GRID = "per channel, full"
 
 
 def document(name: str) -> Any:
@@ -45,48 +40,22 @@ def lines_of(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-@cache
-def study(plan: str) -> list[Row]:
-    """The rows of a plan of the study, with those of the mean over its tasks."""
-    found = rows(plan, lines_of("glue_study"))
-    return [*found, *average(found, PLANS[plan].tasks)]
+MOQ_HF = Ways("basic QAT, float first")
+# What is compared at equal steps. Rounded is the float model of half of them.
+RECIPES = {
+    "rounding": Ways("after training"),
+    "rounding, groups of 32": Ways("after training", "groups of 32, full"),
+    "basic QAT": Ways("basic QAT, all steps", times=2),
+    "moq_hf": MOQ_HF,
+}
+BITS = (4, 3, 2)
+ALL, TWO, ONE = tuple(TASKS), ("sst2", "cola"), ("sst2",)
+SETS = {**{name: (task,) for task, name in TASKS.items()}, "all three": ALL}
 
 
-def arm(plan: str, task: str, bits: int, name: str, groups: str = GRID) -> Row:
-    """One arm of a plan on one task; a grid counts for quantized arms alone."""
-    (row,) = (
-        row
-        for row in study(plan)
-        if (row.task, row.arm.bits, row.arm.label(row.arm.learning_rate)) == (task, bits, name)
-        and (bits == 32 or row.arm.groups == groups)
-    )
-    return row
-
-
-def mean(values: Any) -> float:
+def mean(values: Mapping[int, float]) -> float:
     """Of numbers by seed."""
     return statistics.fmean(values.values())
-
-
-def scored(row: Row) -> str:
-    """Its mean score, and the difference to float."""
-    return f"{mean(row.scores):.1f} ({paired(row.scores, row.reference)})"
-
-
-RECIPES = {
-    "rounding": ("after training", GRID),
-    "rounding, groups of 32": ("after training", "groups of 32, full"),
-    "basic QAT": ("basic QAT, all steps", GRID),
-    "moq_hf": ("basic QAT, float first", GRID),
-}
-
-
-def first_page() -> list[list[Any]]:
-    """What page one has; docs/make_figures.py makes it beside its plot."""
-    sys.path.insert(0, str(ROOT / "docs"))
-    from make_figures import page_one_table
-
-    return cells_of(page_one_table())
 
 
 def cells_of(lines: Iterable[str]) -> list[list[Any]]:
@@ -95,57 +64,139 @@ def cells_of(lines: Iterable[str]) -> list[list[Any]]:
     return [rows[0], *rows[2:]]
 
 
+def first_page() -> list[list[Any]]:
+    """What page one has: points against float of as many steps, sizes, and the time of a step."""
+    names = {
+        "rounded after training": "rounding, groups of 32",
+        "basic QAT": "basic QAT",
+        "moq_hf, float first": "moq_hf",
+    }
+    bytes_of = document("sizes")["models"]["all-MiniLM-L6-v2"]
+    steps = document("step_time")["results"]["float32, 1 x 16 x 64"]
+    reference = average(ALL, FLOAT)
+    found: list[list[Any]] = [["bits", *names, "size", "training step"]]
+    found.append(
+        ["float, half the steps", f"{mean(reference):.1f}", "", "", f"{bytes_of['float'] / 1e6:.1f} MB", "1.00"]
+    )
+    for bits in BITS:
+        cells = [paired(average(ALL, RECIPES[name], bits), reference) for name in names.values()]
+        size = f"{bytes_of['tables at 8 bits'][str(bits)] / 1e6:.1f} MB"
+        step = steps.get(f"moq_hf, {bits} bits")
+        found.append([bits, *cells, size, f"{step['ratio']:.2f}" if step else ""])
+    return found
+
+
 def equal_steps() -> list[list[Any]]:
-    """Scores at equal steps, a task and a number of bits a line."""
+    """Scores at equal steps, a task and a number of bits a line, with what they differ by from float's."""
     found: list[list[Any]] = [["bits", "task", "float of half the steps", *RECIPES]]
-    for bits in (4, 3, 2):
-        for task in (*PLANS["recipes"].tasks, "mean"):
-            cells = [scored(arm("recipes", task, bits, *which)) for which in RECIPES.values()]
-            found.append([bits, TASKS[task], f"{mean(arm('recipes', task, 32, 'float').scores):.1f}", *cells])
+    for bits in BITS:
+        for name, tasks in SETS.items():
+            reference = average(tasks, FLOAT)
+            own = [average(tasks, ways, bits) for ways in RECIPES.values()]
+            cells = [f"{mean(each):.1f} ({paired(each, reference)})" for each in own]
+            found.append([bits, name, f"{mean(reference):.1f}", *cells])
     return found
 
 
-def leads() -> list[list[Any]]:
-    """What float first leads the others by, and what the schedule does."""
+class Change(NamedTuple):
+    """An arm at each of its bits, and what it is held against at the same bits."""
 
-    def lead(plan: str, bits: int, ours: str, theirs: str, groups: str = GRID, other: str | None = None) -> str:
-        return paired(
-            arm(plan, "mean", bits, ours, groups).scores,
-            arm(plan, "mean", bits, theirs, other or groups).scores,
-        )
-
-    first, start = "basic QAT, float first", {4: 8, 3: 8, 2: 4}
-    head = ["bits", "moq_hf over basic QAT", "over rounding", "over rounding in groups of 32"]
-    found: list[list[Any]] = [[*head, "the schedule from the pretrained model", "the schedule after a float phase"]]
-    for bits in (4, 3, 2):
-        found.append(
-            [
-                bits,
-                lead("recipes", bits, first, "basic QAT, all steps"),
-                lead("recipes", bits, first, "after training"),
-                lead("recipes", bits, first, "after training", other="groups of 32, full"),
-                lead("main", bits, "MoQ", "basic QAT", "per channel"),
-                lead("recipes", bits, f"MoQ {start[bits]} by 0.3, float first", first),
-            ]
-        )
-    return found
+    text: str
+    arms: Mapping[int, Ways]
+    tasks: tuple[str, ...] = ALL
+    against: Ways = MOQ_HF
 
 
-def variations() -> list[list[Any]]:
-    """What was changed about the recipe, and by how much it moved the mean over the plan's tasks."""
-    first = "basic QAT, float first"
-    changes = [
-        ("half of the steps", "phases", 2, f"{first}, half the steps"),
-        ("no teacher", "phases", 2, f"{first}, no teacher"),
-        ("a constant learning rate in the float phase", "phases", 2, f"{first} at a constant rate"),
-        ("the mean of the last quarter's weights", "recipes", 2, f"{first}, averaged"),
-        ("3 bits on average, chosen by divergence", "budgets", 3, "3 bits on average by divergence, float first"),
-    ]
-    found: list[list[Any]] = [["change", "bits", "points"]]
-    for text, plan, bits, name in changes:
-        # The mean of a plan of fewer tasks has no row of its own in the tables of the study.
-        ours = arm(plan, "mean", bits, name).scores
-        found.append([text, bits, paired(ours, arm(plan, "mean", bits, first).scores)])
+def at(ways: Ways, *bits: int) -> dict[int, Ways]:
+    """One arm at several bits."""
+    return dict.fromkeys(bits, ways)
+
+
+def taught(name: str = "", groups: str = "per channel, full", **more: Any) -> Ways:
+    """A variation of the recipe, by what follows its name."""
+    return Ways(MOQ_HF.arm + name, groups, **more)
+
+
+def old(name: str, groups: str = "per channel", **more: Any) -> Ways:
+    """An arm in float32 with narrow ranges."""
+    return Ways(name, groups, bf16=False, **more)
+
+
+PRETRAINED, FALLING = old("basic QAT"), old("MoQ")
+CHANGES = {
+    "the recipe: half of the steps in float, the float model is the teacher": (
+        Change("basic QAT for all steps", at(RECIPES["basic QAT"], *BITS)),
+        Change("rounding alone, after half of the steps", at(RECIPES["rounding"], *BITS)),
+        Change("the same in groups of 32", at(RECIPES["rounding, groups of 32"], *BITS)),
+        Change(
+            "bits that fall from 8, to 2 from 4",
+            {bits: Ways(f"MoQ {start} by 0.3, float first") for bits, start in ((4, 8), (3, 8), (2, 4))},
+        ),
+        Change("bits that fall from 8", at(Ways("MoQ 8 by 0.3, float first"), 2), TWO),
+        Change("bits by layer, chosen by divergence", at(Ways("3 bits on average by divergence, float first"), 3)),
+        Change("bits by layer, chosen by trace", at(Ways("3 bits on average by trace, float first"), 3)),
+        Change("the mean of the last quarter's weights", at(taught(averaged=True), 2)),
+        Change("narrow ranges: ternary", at(taught(groups="per channel"), 2)),
+        Change("groups of 64", at(taught(groups="groups of 64, full"), 2), TWO),
+        Change("groups of 32", at(taught(groups="groups of 32, full"), 2), TWO),
+        Change("asymmetric", at(taught(groups="per channel, asymmetric"), 2), TWO),
+        Change("no teacher", at(taught(", no teacher"), 2), TWO),
+        Change("a constant learning rate in the float phase", at(taught(" at a constant rate"), 2), TWO),
+        Change("half of the learning rate at 2 bits", at(taught(rates={"sst2": 1e-4}), 2), ONE),
+        Change("a quarter of it", at(taught(rates={"sst2": 5e-5}), 2), ONE),
+        Change("half of the steps", at(taught(", half the steps", times=0.5), 2), TWO),
+        Change("twice the steps", at(taught(", twice the steps", times=2), 2), ONE),
+    ),
+    "basic QAT from the pretrained model": (
+        Change("bits that fall from 8", at(FALLING, *BITS), against=PRETRAINED),
+        Change(
+            "the same in twice the steps",
+            at(old("MoQ, twice the steps", times=2), 2),
+            ONE,
+            old("basic QAT, twice the steps", times=2),
+        ),
+        Change("a float model as start and teacher", at(old("basic QAT, taught"), *BITS), against=PRETRAINED),
+        Change("a float model as start alone", at(old("basic QAT, float start alone"), 2), ONE, PRETRAINED),
+        Change(
+            "quantization blended in over 75 steps", at(old("2 bits at once, blend of 75 steps"), 2), ONE, PRETRAINED
+        ),
+        Change(
+            "learned steps (LSQ)",
+            at(old("basic QAT, learned scales, prototype", "8 blocks"), 2),
+            ONE,
+            old("basic QAT", "8 blocks"),
+        ),
+        Change(
+            "gradients scaled by element",
+            at(old("basic QAT, gradients scaled element-wise by 0.5"), 2),
+            ONE,
+            PRETRAINED,
+        ),
+    ),
+    "bits that fall from 8, from the pretrained model": (
+        Change("each drop blended in over 40 steps", at(old("MoQ, blend of 40 steps"), 3, 2), ONE, FALLING),
+        Change("sensitive blocks later, by eigenvalue", at(old("MoQ, eigenvalues"), 3, 2), ONE, FALLING),
+        Change("stochastic rounding", at(old("MoQ, stochastic"), 3), ONE, FALLING),
+        Change("asymmetric", at(old("MoQ, asymmetric"), 3), ONE, FALLING),
+        Change("Adam's averages reset at drops", at(old("MoQ, averages reset at each drop"), 2), ONE, FALLING),
+    ),
+}
+
+
+def arms() -> list[list[Any]]:
+    """What was tried, in points against what it was held against."""
+    found: list[list[Any]] = [["change", "tasks", "seeds", *(f"{bits} bits" for bits in BITS)]]
+    for basis, changes in CHANGES.items():
+        found.append([f"**{basis}**", *[""] * (len(found[0]) - 1)])
+        for change in changes:
+            pairs = {
+                bits: (average(change.tasks, ways, bits), average(change.tasks, change.against, bits))
+                for bits, ways in change.arms.items()
+            }
+            (seeds,) = {len(ours.keys() & theirs.keys()) for ours, theirs in pairs.values()}
+            names = "all three" if change.tasks == ALL else ", ".join(TASKS[task] for task in change.tasks)
+            cells = [paired(*pairs[bits]) if bits in pairs else "" for bits in BITS]
+            found.append([change.text, names, seeds, *cells])
     return found
 
 
@@ -172,19 +223,6 @@ def other_tasks() -> list[list[Any]]:
             of_arms = [scores(task, each, bits) for each in arms.values()]
             cells = [f"{mean(own):.1f} ({paired(own, reference)})" for own in of_arms]
             found.append([name, bits, f"{mean(reference):.1f}", *cells])
-    return found
-
-
-def trl() -> list[list[Any]]:
-    """What TRL's trainers deliver, a way of training a line."""
-    found: list[list[Any]] = [["way", "loss", "delivered", "plain transformers"]]
-    for name, way in document("trl")["variants"].items():
-        if "error" in way or "loading_error" in way:
-            found.append([name, "", "an error", ""])
-            continue
-        loss = f"{way['losses'][0]:.2f} to {way['losses'][-1]:.2f}"
-        same = "the same answers" if way["logits_are_equal"] else f"up to {way['largest_difference']:.1g} apart"
-        found.append([name, loss, way["layout"] + (", adapter" if way["has_adapter"] else ""), same])
     return found
 
 
@@ -235,22 +273,18 @@ def step_time() -> list[list[Any]]:
 
 
 def sizes() -> list[list[Any]]:
-    """Files of two BERTs, in MB."""
+    """Files of two BERTs, and of two language models whose table is their head, in MB."""
     found: list[list[Any]] = [["model", "float", "embedding tables", "8 bits", "4 bits", "3 bits", "2 bits"]]
     for name, of_model in document("sizes")["models"].items():
         for tables in ("tables in float", "tables at 8 bits"):
             cells = [f"{count / 1e6:.1f}" for count in of_model[tables].values()]
             found.append([name, f"{of_model['float'] / 1e6:.1f}", tables.removeprefix("tables "), *cells])
-    return found
-
-
-def table_sizes() -> list[list[Any]]:
-    """Files of two language models whose table is their head, in MB."""
-    found: list[list[Any]] = [["model", "bfloat16", "4 bits in groups of", "table in float32", "8 bits", "4 bits"]]
     for name, of_model in document("tied_sizes")["models"].items():
-        files = {file["table"]: file for file in of_model["files"]}
-        cells = [f"{files[bits]['file_bytes'] / 1e6:.1f}" for bits in (None, 8, 4)]
-        found.append([name, f"{of_model['bfloat16_bytes'] / 1e6:.1f}", files[None]["group_size"], *cells])
+        for file in sorted(of_model["files"], key=lambda file: -(file["table"] or 32)):
+            grid = f"{name}, bfloat16, groups of {file['group_size']}"
+            table = f"at {file['table']} bits" if file["table"] else "in float"
+            size = f"{file['file_bytes'] / 1e6:.1f}"
+            found.append([grid, f"{of_model['bfloat16_bytes'] / 1e6:.1f}", table, "", size, "", ""])
     return found
 
 
@@ -391,62 +425,8 @@ def embeddings() -> list[list[Any]]:
     return [["file", *clients], *([file, *row] for file, row in zip(files, cells, strict=True))]
 
 
-def eigenvalues() -> list[list[Any]]:
-    """How right eigenvalues are, over three starts, and how steady over draws of the data."""
-    measured = document("eigen")
-    found: list[list[Any]] = [["step", "method", "wrong by more than 1 %", "largest error", "factors changed, rows"]]
-    for step in (0, 10, 100):
-        for method, name, samples in (("power", "power iteration", 16), ("lanczos", "Lanczos", 64)):
-            runs = [run for run in measured["accuracy"]["results"] if (run["step"], run["method"]) == (step, method)]
-            errors = [error for run in runs for error in run["errors"]]
-            (steady,) = (
-                row
-                for row in measured["stability"]["results"]
-                if (row["step"], row["method"], row["num_samples"]) == (step, method, samples)
-            )
-            wrong = sum(error > 0.01 for error in errors)
-            changed = f"{100 * steady['share_of_factors_changed']:.0f} %, {samples}"
-            found.append([step, name, f"{wrong} of {len(errors)}", f"{100 * max(errors):.1f} %", changed])
-    return found
-
-
-def measures() -> list[list[Any]]:
-    """Rank correlations of measures with what rounding did to the answers of 256 rows, least and largest."""
-    names = ("eigenvalue", "eigenvalue x change", "trace", "change", "loss", "divergence")
-    found: list[list[Any]] = [["grid", "bits", *names]]
-    lines = lines_of("sensitivity")
-    for grid, of_grid in lines[0]["grids"].items():
-        for bits in of_grid["ranks"]:
-            ranks = [line["grids"][grid]["ranks"][bits]["divergence"] for line in lines]
-            found.append([grid, bits, *(span([rank[name] for rank in ranks]) for name in names)])
-    return found
-
-
-def span(values: Sequence[float], digits: int = 2) -> str:
-    """The least and the largest of them."""
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
-
-
-def processes() -> list[list[Any]]:
-    """Weights of several processes against those of one, and resumed runs."""
-    kinds = {
-        "ddp": "DDP", "fsdp2": "FSDP2, MoQTrainer", "stock": "FSDP2, stock Trainer", "hand": "FSDP2 by hand",
-        "offload": "FSDP2, shards on the CPU", "hsdp": "FSDP2 with replicas", "reshard": "FSDP2, halves left behind",
-        "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3",
-    }  # fmt: skip
-    found: list[list[Any]] = [["kind", "cases", "largest difference of a weight", "resumed"]]
-    for kind, name in kinds.items():
-        own = [line for line in document("processes")["results"] if line["kind"] == kind]
-        # bf16 differs by its own sums, with moq_hf and without.
-        compared = [line for line in own if "weights" in line and "bf16" not in line["case"]]
-        resumed = [line["resumed_equal"] for line in own if "resumed_equal" in line]
-        equal = f"{sum(resumed)} of {len(resumed)} equal" if resumed else ""
-        found.append([name, len(compared), f"{max(line['weights'] for line in compared):.1e}", equal])
-    return found
-
-
-def accidents() -> list[list[Any]]:
-    """Killed runs, wrong files, a long run."""
+def reliability() -> list[list[Any]]:
+    """What went wrong on purpose, and what came of it."""
     kills, sharded, fuzz = lines_of("kills"), lines_of("kills_sharded"), document("fuzz_config")
     found: list[list[Any]] = [["what", "outcome"]]
     found.append(
@@ -472,28 +452,33 @@ def accidents() -> list[list[Any]]:
         memory = {entry["step"]: entry for entry in run["memory"]}
         growth = (memory[19000]["rss_kb"] - memory[1000]["rss_kb"]) / 1000
         found.append([f"{run['steps']:,} steps of a {run['trainer']}", f"{growth:+.0f} MB from step 1,000 to 19,000"])
-    return found
+    found.append(["TRL's SFTTrainer and DPOTrainer with a tiny Llama at 4 bits", trl()])
+    return [*found, *processes()]
 
 
-def packing() -> list[list[Any]]:
-    """What `moq-hf pack` needs for a model of 1.24 billion weights."""
-    found: list[list[Any]] = [["embedding table", "float", "packed", "most memory", "CPU seconds"]]
-    for run in document("pack_memory")["runs"]:
-        sizes = [f"{run[name] / 1e9:.2f} GB" for name in ("float_bytes", "file_bytes", "peak_bytes")]
-        found.append([f"{run['table']} bits" if run["table"] else "float", *sizes, f"{run['cpu_seconds']:.0f}"])
-    return found
+def trl() -> str:
+    """What plain transformers answer with what TRL's trainers delivered."""
+    ways = document("trl")["variants"]
+    failed = [name for name, way in ways.items() if "error" in way or "loading_error" in way]
+    equal = [name for name, way in ways.items() if name not in failed and way["logits_are_equal"]]
+    return f"{len(equal)} of {len(ways)} ways of training delivered the same answers; an error: {', '.join(failed)}"
 
 
-def ranges() -> list[list[Any]]:
-    """Squared error of MiniLM's weights over their squares, before any training, in percent."""
-    kinds = {"narrow": ("narrow, mse", "narrow"), "full": ("full, mse",), "asymmetric": ("asymmetric, mse",)}
-    found: list[list[Any]] = [["bits", "scales", *kinds]]
-    measured = document("ranges")["pretrained"]["ranges"]
-    for bits in (4, 3, 2):
-        for layout in ("per channel", "groups of 32"):
-            own = {row["grid"]: row["error"] for row in measured if (row["bits"], row["layout"]) == (bits, layout)}
-            cells = [next(100 * own[name] for name in names if name in own) for names in kinds.values()]
-            found.append([bits, layout, *(f"{cell:.2f}" for cell in cells)])
+def processes() -> list[list[Any]]:
+    """Weights of several processes against those of one, and resumed runs."""
+    kinds = {
+        "DDP": ("ddp",), "FSDP2": ("fsdp2", "stock"), "FSDP2 by hand": ("hand", "offload", "hsdp", "reshard"),
+        "ZeRO-1 and 2": ("zero1", "zero2"), "ZeRO-3": ("zero3",),
+    }  # fmt: skip
+    found = []
+    for name, wanted in kinds.items():
+        own = [line for line in document("processes")["results"] if line["kind"] in wanted]
+        # bf16 differs by its own sums, with moq_hf and without.
+        compared = [line for line in own if "weights" in line and "bf16" not in line["case"]]
+        resumed = [line["resumed_equal"] for line in own if "resumed_equal" in line]
+        equal = f"; {sum(resumed)} of {len(resumed)} resumed runs equal" if resumed else ""
+        largest = max(line["weights"] for line in compared)
+        found.append([f"{name} against one process, {len(compared)} cases", f"weights within {largest:.1e}{equal}"])
     return found
 
 
@@ -515,16 +500,12 @@ def versions() -> list[list[Any]]:
 TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "first page": first_page,
     "equal steps": equal_steps,
-    "leads": leads,
-    "variations": variations,
+    "arms": arms,
     "language model": language_model,
     "other tasks": other_tasks,
-    "trl": trl,
     "other libraries": other_libraries,
     "step time": step_time,
     "sizes": sizes,
-    "table sizes": table_sizes,
-    "packing": packing,
     "delivered integers": delivered_integers,
     "embedding models": embedding_models,
     "outliers": outliers,
@@ -534,11 +515,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "llama.cpp": llama_cpp,
     "w8a8": w8a8,
     "w8a8 speeds": w8a8_speeds,
-    "ranges": ranges,
-    "measures": measures,
-    "eigenvalues": eigenvalues,
-    "processes": processes,
-    "accidents": accidents,
+    "reliability": reliability,
     "versions": versions,
 }
 

@@ -46,9 +46,18 @@ def test_every_table_is_on_a_page_and_every_mark_has_a_table() -> None:
 
 
 def test_a_stale_table_is_noticed() -> None:
-    text = page("docs/results.md")
+    text = page("docs/results/recipes.md")
     stale = text.replace("| 2 | all three |", "| 2 | all of them |")
     assert stale != text and results_page.renewed(stale) == text
+
+
+def test_every_file_of_results_is_used() -> None:
+    """By a table, or by name in a page, a test or the code that rests on it."""
+    places = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "moq_hf").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    texts = [path.read_text(encoding="utf-8") for path in (*places, *(ROOT / "benchmarks").glob("*.py"))]
+    names = [path.stem for path in RESULTS.iterdir() if path.suffix in (".json", ".jsonl")]
+    named = re.compile(r"""["(/]({})(?:\.jsonl?|["'])""".format("|".join(names)))
+    assert {*names} - {name for text in texts for name in named.findall(text)} == set()
 
 
 def test_the_figures_of_language_models_are_those_of_the_run() -> None:
@@ -58,30 +67,67 @@ def test_the_figures_of_language_models_are_those_of_the_run() -> None:
         assert f"| {right} of {found['questions']}, {server} |" in text
 
 
-def test_what_the_results_say_outside_of_their_tables() -> None:
-    text = " ".join(page("docs/results.md").split())
-    proof = result("proof")
-    share = f"took {100 * proof['median_share']:.1f} % of a run of {proof['steps_of_the_run']} steps"
-    assert f"{share}, the median of {len(proof['runs'])} runs" in text
-    steps = [glue_plans.STEPS[task] * glue_plans.EPOCHS[task] for task in ("sst2", "cola", "mrpc")]
-    assert "half of the steps of basic QAT and moq_hf: {}, {} and {}.".format(*steps) in text
-    parameters = {line["parameters"] for line in Lines(RESULTS / "perplexity.jsonl").lines}
-    assert [f"A Llama of {count / 1e6:.2f} million weights" in text for count in parameters] == [True]
-    assert f"a Llama of {result('pack_memory')['parameters'] / 1e9:.2f} billion weights" in text
-    exact = [model["transformers.js"]["fp32"] for model in result("hub_names")["models"].values() if "wasm" in model]
-    largest = max(said.get("difference", 0.0) for said in exact)
-    deployed = " ".join(page("docs/results/deployed.md").split())
-    assert f"`fp32` its answers to {math.ceil(largest * 1e6)}e-06" in deployed
-    assert {said.get("equal tokens", "64 of 64") for said in exact} == {"64 of 64"}
+def results_text(name: str) -> str:
+    return " ".join(page(f"docs/results/{name}.md").split())
+
+
+def test_what_recipes_say_outside_of_their_tables() -> None:
+    text = results_text("recipes")
+    steps = [glue_plans.STEPS[task] * glue_plans.EPOCHS[task] for task in glue_plans.EPOCHS]
+    assert f"{steps[0]:,}, {steps[1]:,} and {steps[2]:,}" in text
     for plan in ("recipes", "main"):
         assert len(glue_plans.PLANS[plan].seeds) == 5
     assert len(glue_plans.PLANS["phases"].seeds) == len(perplexity.SEEDS) == 3
+    parameters = {line["parameters"] for line in Lines(RESULTS / "perplexity.jsonl").lines}
+    assert [f"A Llama of {count / 1e6:.2f} million weights" in text for count in parameters] == [True]
+    grids = [grid for line in results_page.lines_of("sensitivity") for grid in line["grids"].values()]
+    ranks = [of_bits["divergence"] for grid in grids for of_bits in grid["ranks"].values()]
+    spans = {
+        name: f"{min(rank[name] for rank in ranks):.2f} to {max(rank[name] for rank in ranks):.2f}"
+        for name in ("divergence", "eigenvalue", "trace")
+    }
+    sentence = "by {divergence}, those of eigenvalues by {eigenvalue}, those of traces by {trace}."
+    assert sentence.format(**spans) in text
+
+
+def test_what_speed_says_outside_of_its_tables() -> None:
+    text, proof, pack = results_text("speed"), result("proof"), result("pack_memory")
+    share = f"took {100 * proof['median_share']:.1f} % of a run of {proof['steps_of_the_run']} steps"
+    assert f"{share}, the median of {len(proof['runs'])} runs" in text
+    run = pack["runs"][1]
+    assert f"a folder of {run['file_bytes'] / 1e9:.2f} GB" in text and run["table"] == 8
+    assert f"for a Llama of {pack['parameters'] / 1e9:.2f} billion weights" in text and pack["processes"] == 4
+    assert f"in {run['cpu_seconds']:.0f} seconds of CPU time and {run['peak_bytes'] / 1e9:.2f} GB of memory" in text
+    ratios = [[float(cell) for cell in row[1:]] for row in results_page.step_time()[1:] if row[0].startswith("moq_hf")]
+    plain, stochastic = (ratios[:3] + ratios[4:], ratios[3])
+    least, most = min(map(min, plain)), max(map(max, plain))
+    assert f"{100 * least - 100:.0f} to {100 * most - 100:.0f} % longer" in text
+    assert f"up to {100 * max(stochastic) - 100:.0f} % with stochastic rounding" in text
+
+
+def test_what_deployed_says_outside_of_its_tables() -> None:
+    text = results_text("deployed")
+    exact = [model["transformers.js"]["fp32"] for model in result("hub_names")["models"].values() if "wasm" in model]
+    largest = max(said.get("difference", 0.0) for said in exact)
+    assert f"`fp32` its answers to {math.ceil(largest * 1e6)}e-06" in text
+    assert {said.get("equal tokens", "64 of 64") for said in exact} == {"64 of 64"}
+    times: dict[str, list[float]] = {}
+    for line in result("deploy_minilm_avx2")["timings"]:
+        times.setdefault(line["engine"], []).append(line["p50"])
+    speeds = [slow / fast for slow, fast in zip(times["ONNX float"], times["ONNX int8"], strict=True)]
+    assert f"was {min(speeds):.1f} to {max(speeds):.1f} times as fast as float" in text
 
 
 @pytest.mark.parametrize(("preset", "bits"), [("w4", 4), ("w3", 3), ("w2", 2)])
 def test_the_presets_for_low_bits_are_what_was_measured(preset: str, bits: int) -> None:
     """But for the embedding tables, which were float: the README says so."""
-    measured = results_page.arm("recipes", "mean", bits, "basic QAT, float first").arm.config() or {}
+    (arm,) = (
+        arm
+        for arm in glue_plans.PLANS["recipes"].arms
+        if (arm.name, arm.bits, arm.groups, arm.averaged)
+        == ("basic QAT, float first", bits, "per channel, full", False)
+    )
+    measured = arm.config() or {}
     wanted = MoQConfig.from_dict({key: value for key, value in measured.items() if key != "distillation"})
     # Full is what "auto" is at these bits, no period counts where bits do not fall, and tables were in float.
     assert wanted.range == "full" and bits <= MOST_FULL_BITS
@@ -98,15 +144,17 @@ def test_what_the_guides_promise_is_what_was_measured() -> None:
     guide = " ".join(page("docs/start/which-preset.md").split())
 
     def difference(bits: int, name: str) -> str:
-        row = results_page.arm("recipes", "mean", bits, *results_page.RECIPES[name])
-        return report_study.paired(row.scores, row.reference)
+        own = report_study.average(report_study.TASKS, results_page.RECIPES[name], bits)
+        return report_study.paired(own, report_study.average(report_study.TASKS, report_study.FLOAT))
 
     for bits in (4, 3, 2):
         ways = ("rounding", "rounding, groups of 32", "moq_hf", "basic QAT")
         assert f"| {bits} | {' | '.join(difference(bits, way) for way in ways)} |" in guide
-    leads = {row[0]: row for row in results_page.leads()[1:]}
-    assert f"it is worth {leads[2][1].removeprefix('+')} points over basic QAT of as many steps" in guide
-    assert f"they lead basic QAT at 3 bits by {leads[3][4].removeprefix('+')} points" in guide
+    (lead,) = (row[-1] for row in results_page.arms() if row[0] == "basic QAT for all steps")
+    lead = lead.removeprefix("-")
+    assert f"it is worth {lead} points over basic QAT of as many steps" in guide
+    (fall,) = (row[4] for row in results_page.arms() if row[0] == "bits that fall from 8" and row[4])
+    assert f"they lead basic QAT at 3 bits by {fall.removeprefix('+')} points" in guide
 
 
 def test_differences_are_paired_by_seed() -> None:
