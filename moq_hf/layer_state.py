@@ -56,6 +56,9 @@ _apply = super(torch.autograd.Function, _StraightThrough).apply
 
 def straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
     """The quantized weight, whose gradient is that of the float weight."""
+    if torch.compiler.is_exporting() and torch.is_grad_enabled():
+        # Of a Function torch.export keeps what it computes, and not its gradient.
+        return quantized + (weight - weight.detach()).to(quantized.dtype)
     plain = not torch.compiler.is_compiling() and not is_transformed()
     apply = _apply if plain else _StraightThrough.apply
     return cast(Tensor, apply(weight, quantized))  # type: ignore[no-untyped-call]

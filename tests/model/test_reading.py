@@ -535,3 +535,17 @@ def test_exported_programs_have_the_quantized_weight() -> None:
         assert torch.allclose(exported(x), expected, atol=1e-6)
         # It is plain PyTorch, for whoever has no moq_hf.
         assert "moq_hf" not in str(exported.graph)
+
+
+def test_exported_programs_train_as_the_model_does() -> None:
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+    quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    x = torch.randn(3, 8)
+    exported = torch.export.export(model, (x,)).module()
+    assert "moq_hf" not in str(exported.graph)
+    assert torch.equal(exported(x), model(x))
+    for run in (model, exported):
+        run(x).square().sum().backward()
+    weights = dict(exported.named_parameters())
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weights[name].grad, weight.grad)
