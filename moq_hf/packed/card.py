@@ -14,7 +14,13 @@ from ..config import MoQConfig
 from ..errors import read_json
 from ..formats.table import has_codes
 from ..schedule import FLOAT_BITS
-from ..seams.sentence_transformers import LEAST, LIBRARY, PIPELINES, loads_as
+from ..seams.sentence_transformers import (
+    LEAST,
+    LIBRARY,
+    PIPELINES,
+    evaluations_of,
+    loads_as,
+)
 from ..seams.transformers import training_summary
 from ..text import float_after, markdown_table, megabytes, metric_rows, metrics_in
 from ..training.float_first import before_float
@@ -49,6 +55,7 @@ def write_card(
     dataset: Mapping[str, str | None] | None = None,
     training: Mapping[str, Any] | None = None,
     found: Verification | None = None,
+    model: Any = None,
 ) -> Path:
     """Write `README.md` into a packed checkpoint.
 
@@ -62,6 +69,8 @@ def write_card(
             results.
         training: Hyperparameters, for the section on reproducing the model.
         found: What `verify_quantized` gives for it; None: it is verified now.
+        model: The model in memory. What evaluators of Sentence Transformers found of it
+            are the results then.
 
     Returns:
         The card's path.
@@ -96,6 +105,7 @@ def write_card(
             )
             for metric, value in measured.items()
         ]
+    data.eval_results = evaluations_of(model, metrics) or data.eval_results
     origin = (
         f" from [{data.base_model}](https://huggingface.co/{data.base_model})"
         if data.base_model
@@ -162,7 +172,14 @@ def write_run_card(
     if "optimizer" in training:
         # The stock text names a member of an enumeration.
         training["optimizer"] = OptimizerNames(run.args.optim).value
-    write_card(directory, data, dataset=dataset, training=training, found=found)
+    write_card(
+        directory,
+        data,
+        dataset=dataset,
+        training=training,
+        found=found,
+        model=run.model,
+    )
 
 
 def _first(value: Any) -> str | None:

@@ -556,7 +556,7 @@ class _Saving:
                 config = getattr(self.model, "config", None)
                 base = hub_id(getattr(config, "name_or_path", None))
                 data = ModelCardData(base_model=base)
-                write_card(self.target, data, found=saved)
+                write_card(self.target, data, found=saved, model=self.whole_model)
         except Exception as error:
             # Half a card would be taken for somebody else's.
             path.unlink(missing_ok=True)

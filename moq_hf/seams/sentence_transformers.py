@@ -1,9 +1,11 @@
 """What is relied on in Sentence Transformers, which nothing here imports."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult
+from huggingface_hub.repocard_data import model_index_to_eval_results
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -67,3 +69,21 @@ def loads_as(folder: Path) -> str | None:
     """
     path = folder / CONFIG
     return read_json(path).get("model_type") if path.exists() else None
+
+
+def evaluations_of(model: Any, metrics: Mapping[str, float]) -> list[EvalResult]:
+    """What evaluators found of a model, with their tasks; empty for models of other libraries.
+
+    Relies on: `model_card_data`, whose `format_eval_metrics` makes the model index.
+    Breaks: The card's metadata has no results.
+
+    Args:
+        model: Of Sentence Transformers.
+        metrics: Those of the model that is described: values that are not among them
+            were found at another time, such as in float.
+    """
+    if not hasattr(model, "model_card_data"):
+        return []
+    (index,) = model.model_card_data.format_eval_metrics()["model-index"]
+    _, results = model_index_to_eval_results([{"name": "", **index}])
+    return [result for result in results if result.metric_value in metrics.values()]

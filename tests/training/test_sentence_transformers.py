@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import transformers as hf
 from datasets import Dataset
+from huggingface_hub import ModelCard
 from sentences import SMALL, TEXTS, body, encoder
 
 from moq_hf import MoQCallback, MoQDistillation, MoQError, MoQTrainer, quantize_model, save_quantized, verify_quantized
@@ -22,6 +23,7 @@ library = pytest.importorskip("sentence_transformers")
 from sentence_transformers.cross_encoder.losses import MarginMSELoss  # noqa: E402
 from sentence_transformers.sentence_transformer import losses  # noqa: E402
 from sentence_transformers.sentence_transformer import modules as parts  # noqa: E402
+from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator  # noqa: E402
 from sentence_transformers.sparse_encoder import losses as sparse_losses  # noqa: E402
 from sentence_transformers.sparse_encoder import modules as sparse_parts  # noqa: E402
 
@@ -65,7 +67,9 @@ def alone() -> Iterator[Callable[[str, Path], np.ndarray]]:
         process.stdin.close()
 
 
-def train(kind: str, model: Any, folder: Path, columns: dict[str, Any], loss: Any, **more: Any) -> MoQCallback:
+def train(
+    kind: str, model: Any, folder: Path, columns: dict[str, Any], loss: Any, evaluator: Any = None, **more: Any
+) -> MoQCallback:
     arguments = getattr(library, f"{kind}TrainingArguments")(
         str(folder),
         per_device_train_batch_size=4,
@@ -76,10 +80,14 @@ def train(kind: str, model: Any, folder: Path, columns: dict[str, Any], loss: An
         use_cpu=True,
         disable_tqdm=True,
         logging_steps=1,
+        eval_strategy="no" if evaluator is None else "steps",
+        eval_steps=3,
     )
     callback = MoQCallback(**{**FOUR, **more})
     data = Dataset.from_dict(columns)
-    trainer = getattr(library, f"{kind}Trainer")(model, arguments, data, loss=loss, callbacks=[callback])
+    trainer = getattr(library, f"{kind}Trainer")(
+        model, arguments, data, loss=loss, evaluator=evaluator, callbacks=[callback]
+    )
     trainer.train()
     callback.log_history = trainer.state.log_history
     return callback
@@ -118,6 +126,34 @@ def test_losses_of_an_encoder(name: str, tmp_path: Path, alone: Any) -> None:
         "config_sentence_transformers.json",
     }
     assert np.array_equal(alone("SentenceTransformer", folder), answers("SentenceTransformer", model))
+
+
+@noisy
+def test_the_card_has_what_evaluators_found_of_the_delivered_model(tmp_path: Path) -> None:
+    model = encoder(tmp_path)
+    scores = [index / 16 for index in range(16)]
+    evaluator = EmbeddingSimilarityEvaluator(TEXTS, TEXTS[5:] + TEXTS[:5], scores, name="sts-dev", write_csv=False)
+    pairs = {"one": TEXTS, "two": TEXTS[::-1]}
+    other = EmbeddingSimilarityEvaluator(TEXTS, TEXTS[3:] + TEXTS[:3], scores, name="before", write_csv=False)
+    # It has seen the float model alone.
+    other(model)
+    ranking = losses.MultipleNegativesRankingLoss(model)
+    callback = train("SentenceTransformer", model, tmp_path / "run", pairs, ranking, evaluator=evaluator)
+    logged = [entry for entry in callback.log_history if "eval_sts-dev_spearman_cosine" in entry]
+    found = evaluator(model)
+    save_quantized(model, tmp_path / "again", metrics=found)
+    for folder, spearman in (
+        (callback.delivered.path, logged[-1]["eval_sts-dev_spearman_cosine"]),
+        (tmp_path / "again", found["sts-dev_spearman_cosine"]),
+    ):
+        results = {result.metric_type: result for result in ModelCard.load(folder / "README.md").data.eval_results}
+        assert results.keys() == {"spearman_cosine", "pearson_cosine"}
+        result = results["spearman_cosine"]
+        assert result.metric_value == spearman
+        assert (result.task_type, result.dataset_type) == ("semantic-similarity", "sts-dev")
+    # Other figures than those that the evaluators gave.
+    save_quantized(model, tmp_path / "other", metrics={"accuracy": 0.5})
+    assert ModelCard.load(tmp_path / "other" / "README.md").data.eval_results is None
 
 
 @noisy
