@@ -148,6 +148,13 @@ def taught(bits: int, groups: str, start: int = 0, deadline: float = 0.3, **more
     return ramp(start or bits, bits, deadline, name, options.pop("moq"), **options)
 
 
+def finished(bits: int, name: str, warm_times: float) -> Arm:
+    """Taught by a float model of the learning rates of `LONG_RATES`, and at these."""
+    moq = {"distillation": {"teacher": LONG_OWN, "labels": 1.0}}
+    rates = {"learning_rate": LONG_OWN, "warm": LONG_OWN, "warm_times": warm_times}
+    return qat(bits, name, moq, groups="per channel, full", **rates)
+
+
 def budget(measure: str) -> dict[str, Any]:
     """3 bits on average from the first steps on, as a measure of sensitivity distributes them; taught."""
     bits = {"start_bits": 2, "target_bits": {"mean": 3.0, "choices": [2, 3, 4, 8]}}
@@ -185,6 +192,16 @@ PLANS = {
         bf16=True,
     ),
     "fair": Plan((LONG,), tasks=("mrpc", "cola", "sst2"), bf16=True),
+    # What may close the gap to them at 2 bits: their learning rate for both phases, and one of them, finished, as start
+    # and teacher.
+    "gap": Plan(
+        (
+            finished(2, "basic QAT, float first, float's rate", warm_times=1),
+            finished(2, "basic QAT from a finished float model", warm_times=2),
+        ),
+        tasks=("mrpc", "cola", "sst2"),
+        bf16=True,
+    ),
     # 3 bits on average, chosen on the float model, and 3 bits throughout.
     "budgets": Plan(
         (

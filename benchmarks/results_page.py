@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import perplexity
 from lines import Lines
-from report_study import FLOAT, TASKS, Ways, average, paired
+from report_study import FLOAT, LONG, TASKS, Ways, average, paired, scores
 
 from moq_hf.formats.table import NEEDS
 from moq_hf.text import markdown_table
@@ -95,6 +95,21 @@ def equal_steps() -> list[list[Any]]:
             own = [average(tasks, ways, bits) for ways in RECIPES.values()]
             cells = [f"{mean(each):.1f} ({paired(each, reference)})" for each in own]
             found.append([bits, name, f"{mean(reference):.1f}", *cells])
+    return found
+
+
+def as_many_steps() -> list[list[Any]]:
+    """Float models of as many steps as the recipe: three learning rates with seed 1, and points against the best."""
+    tried = (5e-5, 1e-4, 2e-4)
+    head = ["task", *(f"{rate:g}" for rate in tried), "seeds", "float of half the steps"]
+    found: list[list[Any]] = [[*head, *(f"{bits} bits" for bits in BITS)]]
+    for task, name in TASKS.items():
+        first = [scores(task, LONG._replace(rates={task: rate})).get(1) for rate in tried]
+        reference = scores(task, LONG)
+        others = [scores(task, FLOAT), *(scores(task, MOQ_HF, bits) for bits in BITS)]
+        own = [{seed: each[seed] for seed in each if seed in reference} for each in others]
+        cells = ["" if each is None else f"{each:.1f}" for each in first]
+        found.append([name, *cells, len(reference), *(paired(each, reference) for each in own)])
     return found
 
 
@@ -500,6 +515,7 @@ def versions() -> list[list[Any]]:
 TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "first page": first_page,
     "equal steps": equal_steps,
+    "as many steps": as_many_steps,
     "arms": arms,
     "language model": language_model,
     "other tasks": other_tasks,

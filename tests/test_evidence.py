@@ -67,6 +67,14 @@ def test_the_figures_of_language_models_are_those_of_the_run() -> None:
         assert f"| {right} of {found['questions']}, {server} |" in text
 
 
+def test_page_one_tells_of_float_of_as_many_steps() -> None:
+    (sst2, _, mrpc) = (
+        [cell.partition(" ±")[0].lstrip("-") for cell in map(str, row)] for row in results_page.as_many_steps()[1:]
+    )
+    assert f"scores {mrpc[5]} points more on MRPC, where 2 bits then lie {mrpc[8]} below it" in readme()
+    assert f"and {sst2[5]} more on SST-2, where they lie {sst2[8]} below" in readme()
+
+
 def results_text(name: str) -> str:
     return " ".join(page(f"docs/results/{name}.md").split())
 
@@ -88,6 +96,8 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     }
     sentence = "by {divergence}, those of eigenvalues by {eigenvalue}, those of traces by {trace}."
     assert sentence.format(**spans) in text
+    (rounding,) = (row[3] for row in results_page.arms() if row[0] == "the same in groups of 32")
+    assert f"Rounding in groups of 32 costs {rounding.partition(' ')[0].lstrip('-')} points against them" in text
 
 
 def test_what_speed_says_outside_of_its_tables() -> None:
