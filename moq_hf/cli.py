@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 
-from .config_fields import LARGEST, Positive, Size, Weight
+from .config_fields import Positive, Size, Weight
 from .errors import MoQError, show
 from .version import __version__
 
@@ -87,16 +86,11 @@ def add_plan(subparsers: Any) -> None:
         "plan",
         help="which precision a run will have when, and what memory it takes",
         description="Show when each drop comes for the least and the most sensitive block, and what will not be "
-        "reached. The length of the run is --max_steps, or follows from --num_examples, --batch_size and --epochs.",
+        "reached.",
     )
     add = parser.add_argument
     add("config", metavar="CONFIG", help="a preset's name or a JSON file")
-    add("--max_steps", type=_positive, help="optimizer steps of the run")
-    add("--num_examples", type=_positive, help="size of the training set")
-    add("--batch_size", type=_positive, help="examples per process and forward pass")
-    add("--epochs", type=_size, help="passes over the training set")
-    add("--gradient_accumulation", type=_positive, default=1, help="default: 1")
-    add("--num_processes", type=_positive, default=1, help="default: 1")
+    add("--max_steps", type=_positive, required=True, help="optimizer steps of the run")
     add(
         "--model",
         help="folder or Hub id of the model: what is quantized, the size of the result, and the memory of the run",
@@ -121,42 +115,17 @@ def _plan(args: argparse.Namespace) -> None:
         raise MoQError("--half and --teacher go with --model")
     if args.model is not None and args.json:
         raise MoQError("--json is of the schedule alone: it goes without --model")
-    steps = _steps(args)
-    planned = plan(MoQConfig.load(args.config), steps)
+    planned = plan(MoQConfig.load(args.config), args.max_steps)
     print(json.dumps(planned.to_dict(), indent=2) if args.json else planned)
     if args.model is not None:
         from .memory import plan_of_model
 
         print()
-        print(plan_of_model(args.model, planned.config, steps, args.half, args.teacher))
-
-
-def _steps(args: argparse.Namespace) -> int:
-    """The length of the run, as the Trainer counts it.
-
-    Raises:
-        MoQError: The options say too little, or too much.
-    """
-    sizes = {
-        name: getattr(args, name) for name in ("num_examples", "batch_size", "epochs")
-    }
-    given = [f"--{name}" for name, value in sizes.items() if value is not None]
-    lacking = [f"--{name}" for name, value in sizes.items() if value is None]
-    if args.max_steps is not None:
-        if given:
-            raise MoQError(
-                f"--max_steps is the length of the run: it goes without {', '.join(given)}"
+        print(
+            plan_of_model(
+                args.model, planned.config, args.max_steps, args.half, args.teacher
             )
-        return int(args.max_steps)
-    if lacking:
-        raise MoQError(
-            f"the length of the run is unknown: give {', '.join(lacking)}, or --max_steps"
         )
-    # An epoch's last batch and its last accumulation may be short.
-    batches = math.ceil(args.num_examples / (args.batch_size * args.num_processes))
-    steps: float = args.epochs * math.ceil(batches / args.gradient_accumulation)
-    # The plan refuses what is too long for it; a product of floats may be infinite.
-    return math.ceil(min(steps, 2.0 * LARGEST))
 
 
 def add_migrate(subparsers: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 
 from .config_fields import LARGEST, ConfigFields, given_in
-from .deepspeed import in_training_arguments
 from .errors import MOST_FAULTS, MoQConfigError, show, show_key
 
 logger = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ def parse(
     if ignored:
         logger.warning(
             "moq_hf: not of quantization, left to TrainingArguments: %s",
-            in_training_arguments(ignored),
+            ", ".join(map(str, ignored)),
         )
     return config
 

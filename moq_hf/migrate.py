@@ -21,8 +21,7 @@ def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
     Everything that DeepSpeed assumes and moq_hf does not is written out. Where the run
     is too short for the periods they become "auto"; if that is not enough, the offset
     0, the deadline the end of the run, and at last `start_bits` fewer; a warning names
-    what was changed. Other sections are left out, with a warning that names their
-    `TrainingArguments`.
+    what was changed. Other sections are left out, with a warning that names them.
 
     Args:
         document: A DeepSpeed config, or its section `quantize_training`.

@@ -252,9 +252,7 @@ def test_a_run_that_no_schedule_fits_is_told() -> None:
         migrate({"fp16": {"enabled": True}}, 300)
 
 
-def test_sections_of_deepspeed_s_are_one_warning_with_their_training_arguments(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_sections_of_deepspeed_s_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     around = {
         "fp16": {"enabled": True, "loss_scale": 0},
         "gradient_clipping": 0.5,
@@ -265,8 +263,8 @@ def test_sections_of_deepspeed_s_are_one_warning_with_their_training_arguments(
     }
     MoQConfig.from_dict({**around, "quantize_training": {"quantize_bits": {"target_bits": 8}}})
     assert caplog.messages == [
-        "moq_hf: not of quantization, left to TrainingArguments: fp16 (fp16=True), "
-        "gradient_clipping (max_grad_norm=0.5), optimizer (learning_rate=2e-05, weight_decay=0.1), zero_optimization, 7"
+        "moq_hf: not of quantization, left to TrainingArguments: fp16, gradient_clipping, optimizer, "
+        "zero_optimization, 7"
     ]
 
 
