@@ -355,7 +355,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller = self.controller
         inventory = take_inventory(model, self.config)
         if resumed is None:
-            check_start(self.config, state.global_step, state.max_steps)
+            check_start(state.global_step, state.max_steps)
         length = self._length(state, resumed)
         if controller is not None and controller.model is inventory.model:
             controller.begin(inventory, length)
@@ -430,7 +430,6 @@ class MoQCallback(TrainerCallback, ExportableState):
             notes.append(
                 "distillation without effect: its weights are of a MoQTrainer's loss with a teacher"
             )
-        notes += messages.notes_on_length(schedule, steps, state.max_steps)
         for note in notes:
             logger.warning("moq_hf: %s", note)
 
@@ -471,6 +470,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._has_switched = False
         controller.check_ranks(skipped)
         if skipped:
+            if controller.sensitivity is not None:
+                controller.sensitivity.samples.clear()
             return
         had_arrived = controller.has_arrived
         was_chosen = controller.choice is not None
@@ -487,7 +488,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             and controller.choice is not None
             and state.is_world_process_zero
         ):
-            messages.announce_choice(controller.choice)
+            tqdm.write(f"moq_hf: {controller.choice.table()}")
         begins_quantized = schedule.steps == schedule.offset == 0
         switches = controller.step(eigenvalues)
         self._start_from_gptq(
@@ -717,10 +718,6 @@ class MoQCallback(TrainerCallback, ExportableState):
                 f" {done.summary}\nLoad it: {done.how_to_load}\n"
                 f"Report: moq-hf report {done.path.parent}"
             )
-            smaller = messages.smaller_with_tables(
-                controller.inventory, self.config, done.bytes
-            )
-            text += "" if smaller is None else f"\n{smaller}"
         tqdm.write(text)
 
     def _tell_of_floats(self, folder: Path) -> None:

@@ -103,7 +103,6 @@ def add_plan(subparsers: Any) -> None:
         action="store_true",
         help="with --model: a float model as large is beside it, as with --float_first",
     )
-    add("--json", action="store_true", help="print JSON instead of the table")
     parser.set_defaults(run=_plan)
 
 
@@ -113,10 +112,8 @@ def _plan(args: argparse.Namespace) -> None:
 
     if args.model is None and (args.half or args.teacher):
         raise MoQError("--half and --teacher go with --model")
-    if args.model is not None and args.json:
-        raise MoQError("--json is of the schedule alone: it goes without --model")
     planned = plan(MoQConfig.load(args.config), args.max_steps)
-    print(json.dumps(planned.to_dict(), indent=2) if args.json else planned)
+    print(planned)
     if args.model is not None:
         from .memory import plan_of_model
 

@@ -166,7 +166,9 @@ class EigenvalueConfig:
     max_overhead: Annotated[
         Share, key("share of the run's time that measuring may take")
     ] = 0.05
-    num_samples: Annotated[Positive, key("training examples a measurement uses")] = 64
+    num_samples: Annotated[
+        Positive, key("examples of a step that a measurement uses")
+    ] = 64
 
 
 @checked

@@ -67,29 +67,6 @@ class Plan:
         """Whether every block is at its target when training ends."""
         return all(block.target_step <= self.total_steps for block in self.blocks)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The plan in JSON types."""
-        return {
-            "total_steps": self.total_steps,
-            "offset": self.offset,
-            "start_bits": self.config.start_bits,
-            "target_bits": self.config.to_dict()["quantize_bits"]["target_bits"],
-            "deadline_step": self.deadline_step,
-            "reached": self.reached,
-            "blocks": [
-                {
-                    "name": block.name,
-                    "eigenvalue": block.eigenvalue,
-                    "drops": [{"step": s.step, "bits": s.bits} for s in block.switches],
-                    "target_step": block.target_step,
-                    "target_bits": block.target_bits,
-                    "reached": block.target_step <= self.total_steps,
-                }
-                for block in self.blocks
-            ],
-            "notes": list(self.notes),
-        }
-
     def __str__(self) -> str:
         return "\n".join([self.table(), *self.notes])
 

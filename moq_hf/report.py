@@ -17,14 +17,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired
 
-from huggingface_hub import ModelCard
 from pydantic import NonNegativeInt, with_config
 from typing_extensions import TypedDict
 
 from .config import MoQConfig
 from .errors import MoQError, read_as, read_json, require
 from .model.sizes import percent
-from .packed.files import CONFIG
 from .packed.state import STATE_NAME
 from .packed.verify import recorded
 from .schedule import FLOAT_BITS, begins_in_float
@@ -290,8 +288,7 @@ def _svg(figure: "Figure") -> str:
 
 
 def _page(run: Run, figures: Mapping[str, "Figure"]) -> str:
-    name = run.directory.resolve().name
-    title = html.escape(_title(run))
+    title = html.escape(run.directory.resolve().name)
     written = max(path.stat().st_mtime for path in run.directory.iterdir())
     date = datetime.fromtimestamp(written).strftime("%Y-%m-%d")
     facts = "".join(
@@ -301,7 +298,7 @@ def _page(run: Run, figures: Mapping[str, "Figure"]) -> str:
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
         f"<title>moq_hf: {title}</title><style>{_STYLE}</style></head><body><article><h1>{title}</h1>",
-        f"<p>{html.escape(name)}, {date}</p><p><strong>{html.escape(_headline(run))}</strong></p><dl>{facts}</dl>",
+        f"<p>{date}</p><p><strong>{html.escape(_headline(run))}</strong></p><dl>{facts}</dl>",
     ]
     for heading, figure in figures.items():
         caption = f"<figcaption>{_CAPTIONS[heading]}</figcaption>"
@@ -322,21 +319,6 @@ def _page(run: Run, figures: Mapping[str, "Figure"]) -> str:
         f"<details><summary>Configuration</summary><pre>{config}</pre></details></article></body></html>\n"
     )
     return "\n".join(parts)
-
-
-def _title(run: Run) -> str:
-    """The base model and the task that the delivered folder names; else its architecture, or the run's folder."""
-    model, task = run.directory.resolve().name, None
-    folder = run.delivered
-    if folder is None:
-        return model
-    if (folder / CONFIG).is_file():
-        model = (read_json(folder / CONFIG).get("architectures") or [model])[0]
-    if (folder / "README.md").is_file():
-        data = ModelCard.load(folder / "README.md").data.to_dict()
-        model = data.get("base_model") or model
-        task = ", ".join(data.get("datasets") or []) or data.get("pipeline_tag")
-    return f"{model} on {task}" if task else str(model)
 
 
 def _headline(run: Run) -> str:

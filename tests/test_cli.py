@@ -33,7 +33,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_closed_pipe_ends_quietly() -> None:
-    command = f"{sys.executable} -m moq_hf.cli plan configs/moq.json --max_steps 345 --json"
+    command = f"{sys.executable} -m moq_hf.cli plan configs/moq.json --max_steps 345"
     root = Path(__file__).parents[1]
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command} | true"], cwd=root, capture_output=True, text=True, timeout=60
@@ -65,7 +65,6 @@ def test_migrate_writes_a_config_that_fits_the_run(
     ("words", "what"),
     [
         (["plan", "configs/moq.json", "--max_steps", "99", "--half"], "go with --model"),
-        (["plan", "configs/moq.json", "--max_steps", "99", "--json", "--model", "x"], "goes without --model"),
         (["plan", "w9", "--max_steps", "9"], "the presets are"),
         (["migrate", "nowhere.json", "--max_steps", "9"], "nowhere.json does not exist"),
         (["inspect", "nowhere"], "nowhere is not a directory"),

@@ -210,8 +210,6 @@ def test_the_command_line_plans(capsys: pytest.CaptureFixture[str]) -> None:
     planned = plan(ROOT / "configs" / "moq_eigen.json", 345)
     assert cli.main(["plan", *PLAN, "--max_steps", "345"]) == 0
     assert capsys.readouterr().out == f"{planned}\n"
-    assert cli.main(["plan", *PLAN, "--max_steps", "345", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == planned.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -264,7 +262,7 @@ def test_a_delivered_run_has_its_headline_its_proof_and_what_comes_next(tmp_path
     sizes = r"<strong>4 bits, ([0-9.]+ MB) to ([0-9.]+ MB), verified</strong>"
     written = sum(path.stat().st_size for path in (tmp_path / "quantized").glob("*.safetensors"))
     assert re.search(sizes, page).groups()[1] == megabytes(written)  # type: ignore[union-attr]
-    assert "<h1>BertForSequenceClassification</h1>" in page
+    assert f"<h1>{tmp_path.name}</h1>" in page
     assert "Verified: loaded with plain transformers, the saved model gives identical outputs" in page
     assert f"moq-hf bench {tmp_path / 'quantized'}" in page
     assert re.search(r">all \d+ blocks<", page)

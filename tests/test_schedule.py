@@ -475,7 +475,7 @@ def test_no_size_is_too_large(
     except MoQError as error:
         assert str(error)
         return
-    assert str(made) and json.dumps(made.to_dict())
+    assert str(made)
     # As the callback makes it before the length of the run is known.
     schedule = PrecisionSchedule(config, "ab", LARGEST)
     jump(schedule)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..config import MoQConfig
-from ..errors import MoQError
+from ..errors import MoQError, explained
 from ..inputs import InputObserver, load_ranges, ranges_of, update_ranges
 from ..model.convert import check_finite, prepare_model
 from ..model.inventory import Inventory
@@ -235,8 +235,6 @@ class MoQController:
         """
         if self.sensitivity is None:
             return None
-        if not self.wants_samples:
-            self.sensitivity.samples.clear()
         self.sensitivity.check()
         if self.schedule.is_choosing and self._chooser is not None:
             # Measured on the float model, just after the optimizer's step.
@@ -247,7 +245,7 @@ class MoQController:
             self.schedule.choose(self.choice.targets)
         if self.config.eigenvalue.enabled and self.sensitivity.is_due(self.schedule):
             self.sensitivity.update(self.schedule)
-        self.sensitivity.samples.end_step()
+        self.sensitivity.samples.clear()
         return self.sensitivity.values if self.config.eigenvalue.enabled else None
 
     def refresh(self) -> None:
@@ -355,6 +353,10 @@ class MoQController:
                 on from (see `load_schedule`), of a newer moq_hf, or damaged.
         """
         check_state(state)
+        with explained("the checkpoint's MoQ state is damaged"):
+            return self._continue_from(state)
+
+    def _continue_from(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         # Keys that the saved config lacks had their defaults.
         changed = changes(MoQConfig.from_dict(state["config"]), self.config)
         load_schedule(self.schedule, state, changed)

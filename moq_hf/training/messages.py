@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from tqdm.auto import tqdm
 
 from .. import serving, triton_quant
 from ..config import MoQConfig
@@ -16,10 +14,7 @@ from ..errors import MOST_FAULTS, shortened
 from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize
 from ..model.sizes import ModelSizes, in_words
-from ..processes import shape_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
-from ..text import megabytes
-from .budget import Choice
 from .distillation import PARTS, TASK
 from .resume import describe
 
@@ -128,23 +123,14 @@ def _what_stays_in_float(
     parts = [
         f"{in_words(count)} in {group}" for group, count in list(others.items())[:4]
     ]
-    tables = _tables_in_float(inventory, config)
-    if tables:
+    known = {*inventory.embeddings, *inventory.tied}
+    tables = [n for n in embeddings_to_quantize(inventory, config) if n not in known]
+    takes_none = any("embedding" in serving.REQUIRED[n].without for n in config.serve)
+    if tables and not takes_none:
         parts[-1] += f"; quantize_embeddings would take {', '.join(tables)}"
     return (
         f"only {sizes.coverage} are in quantized layers; the others: {', '.join(parts)}"
     )
-
-
-def _tables_in_float(
-    inventory: Inventory, config: MoQConfig
-) -> dict[str, nn.Embedding]:
-    """The embedding tables in float that `quantize_embeddings` would take, none if a server of `serve` refuses them."""
-    if any("embedding" in serving.REQUIRED[name].without for name in config.serve):
-        return {}
-    known = {*inventory.embeddings, *inventory.tied}
-    tables = embeddings_to_quantize(inventory, config)
-    return {name: table for name, table in tables.items() if name not in known}
 
 
 def switch_in_words(switch: Switch, target_bits: int, offset: int) -> str:
@@ -198,46 +184,6 @@ def notes_on_resuming(
         yield (
             f"the checkpoint at step {step} was trained without MoQ after step {saved_at}: its schedule goes on as "
             "after that step"
-        )
-
-
-def notes_on_length(
-    schedule: PrecisionSchedule, steps: int, max_steps: int
-) -> list[str]:
-    """What to say if a schedule that depends on the length of its run goes on in one of another length.
-
-    Args:
-        schedule: As it goes on.
-        steps: Optimizer steps of the run that the schedule counts.
-        max_steps: All of them.
-    """
-    if not schedule.config.depends_on_length or schedule.total_steps in (
-        steps,
-        max_steps,
-    ):
-        return []
-    deadline = schedule.deadline_step
-    stays = (
-        f"its offset stays at step {schedule.offset}"
-        if deadline is None
-        else f"its deadline stays at step {deadline}"
-    )
-    return [
-        f"the checkpoint's schedule was planned for a run of {schedule.total_steps} optimizer steps, this one has "
-        f"{steps}; {stays}"
-    ]
-
-
-def announce_choice(choice: Choice) -> None:
-    """Print what a budget chose, and warn where it is not used to 1 %."""
-    tqdm.write(f"moq_hf: {choice.table()}")
-    if choice.reached < 0.99 * choice.limit:
-        logger.warning(
-            "moq_hf: the bits chosen reach %.4g of a budget of %.4g, %.1f%% less: no block can have the next of its "
-            "choices within it",
-            choice.reached,
-            choice.limit,
-            100 * (1 - choice.reached / choice.limit),
         )
 
 
@@ -344,26 +290,4 @@ def loss_in_words(config: DistillationConfig) -> str:
         f"{weight:g} x {what} (moq/loss_{TASK if name == 'labels' else name})"
         for name, what in PARTS.items()
         if (weight := getattr(config, name))
-    )
-
-
-def smaller_with_tables(
-    inventory: Inventory, config: MoQConfig, file_bytes: int
-) -> str | None:
-    """What a key would save of a delivered model whose embedding tables are in float; None if little.
-
-    Args:
-        inventory: With the layers that the config quantizes.
-        config: What was done to them.
-        file_bytes: Size of the delivered weights.
-    """
-    saved = 0
-    for table in _tables_in_float(inventory, config).values():
-        saved += shape_of(table.weight).numel() * (table.weight.element_size() - 1)
-    # A file smaller than its tables is not the one that this run wrote.
-    if not 0.2 * file_bytes <= saved < file_bytes:
-        return None
-    return (
-        f"Smaller still: {megabytes(file_bytes)} to {megabytes(file_bytes - saved)} with quantize_embeddings: 8 "
-        "(as a keyword embeddings=8)"
     )

@@ -3,7 +3,7 @@
 import json
 import logging
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, NotRequired
 
@@ -17,7 +17,7 @@ from ..config_fields import Count, DistillationConfig, Positive, Weight
 from ..errors import MoQConfigError, MoQError, read_as, show
 from ..inputs import LARGEST_RANGE
 from ..quantizer import RATIOS
-from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch, offset_step_of
+from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch
 from ..version import __version__
 from .budget import Choice
 
@@ -96,7 +96,6 @@ class SavedSensitivity(TypedDict):
     spent: Weight
     products: Weight
     rows: Count
-    samples: str
 
 
 class SavedState(TypedDict):
@@ -202,35 +201,9 @@ def check_state(
     read_as(SavedState, state, where, key)
     where = f"{where}: {key}{'.' if key else ''}"
     try:
-        config = MoQConfig.from_dict(state["config"])
+        MoQConfig.from_dict(state["config"])
     except MoQConfigError as error:
         raise MoQError(f"{where}config: {error}") from error
-    for fault in _conflicts(config, state):
-        raise MoQError(where + fault)
-
-
-def _conflicts(config: MoQConfig, state: Mapping[str, Any]) -> Iterator[str]:
-    schedule = state["schedule"]
-    sensitivity = state["sensitivity"]
-    blocks = schedule["blocks"]
-    variants = config.variants().values()
-    least = min(own.targets[0] for own in variants)
-    most = max(max(own.start_bits, own.targets[-1]) for own in variants)
-    for name, (bits, _, _) in blocks.items():
-        if bits != FLOAT_BITS and not least <= bits <= most:
-            yield f"schedule.blocks.{name}.0 must be a whole number from {least} to {most}, not {bits}"
-    is_measured = config.eigenvalue.enabled or config.budget is not None
-    if is_measured and (
-        sensitivity is None or not sensitivity["eigenvalues"].keys() <= blocks.keys()
-    ):
-        yield "sensitivity must be that of the blocks"
-    targets = schedule.get("targets")
-    if (
-        config.budget is not None
-        and has_begun(state)
-        and (targets is None or targets.keys() != blocks.keys())
-    ):
-        yield "schedule.targets: not the bits that were chosen for the blocks"
 
 
 def choice_in(state: Mapping[str, Any]) -> Choice | None:
@@ -289,30 +262,15 @@ def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int)
     return planned
 
 
-def check_start(config: MoQConfig, step: int, total_steps: int) -> None:
-    """Check that a schedule which starts in the middle of a run quantizes something before its end.
-
-    Args:
-        config: The current one.
-        step: Optimizer steps of the checkpoint, which was made without MoQ; 0 at the
-            start of a run.
-        total_steps: Optimizer steps of the run that goes on.
+def check_start(step: int, total_steps: int) -> None:
+    """Check that a run whose schedule starts at `step` goes on after it.
 
     Raises:
-        MoQError: It does not, or the run has no step.
+        MoQError: It does not.
     """
-    if total_steps < 1:
+    if step >= total_steps:
         raise MoQError(
-            "the run has no optimizer step: set num_train_epochs or max_steps to more than 0"
-        )
-    offset = offset_step_of(config, total_steps - step)
-    first = step + offset
-    if step > 0 and first >= total_steps:
-        place = "its last step," if step >= total_steps else "step"
-        raise MoQError(
-            f"the checkpoint is at {place} {step} of {total_steps}, and was made without MoQ, whose schedule starts "
-            f"there: with schedule_offset {offset} nothing would be quantized before the end. Train "
-            f"for more than {first} steps (max_steps, num_train_epochs)"
+            f"the run has no optimizer step: set num_train_epochs or max_steps to more than {step}"
         )
 
 
@@ -434,18 +392,14 @@ def _replay(
         }
         made += schedule.advance(eigenvalues)
     schedule.steps = steps
-    taken = {(s.step, s.block, s.bits) for s in history}
-    anew = {(s.step, s.block, s.bits) for s in made}
-    if taken != anew:
-        # The first switch that differs; of one step those that are new come first.
-        first, name, count = min(
-            taken ^ anew, key=lambda switch: (switch[0], switch in taken, switch)
-        )
-        would = "would not" if (first, name, count) in taken else "would"
-        return f"{name} {would} have gone to {count} bits after step {first}"
     # With an offset of 0 there is no switch to the first bits.
-    if {*bits.values(), *schedule.bits.values()} != {FLOAT_BITS}:
-        for name, now in schedule.bits.items():
-            if bits.get(name) != now:
-                return f"{name} would have {now} bits by now"
-    return None
+    passed = _passed(made, steps, schedule.bits) ^ _passed(history, steps, bits)
+    return f"other bits after step {min(passed)[0]}" if passed else None
+
+
+def _passed(
+    history: Iterable[Switch], steps: int, bits: Mapping[str, int]
+) -> set[tuple[int, str, int]]:
+    """Steps with the bits that blocks got after them, and what they have after `steps`, but for those in float."""
+    now = {(steps, name, own) for name, own in bits.items() if own != FLOAT_BITS}
+    return now | {(s.step, s.block, s.bits) for s in history}

@@ -1,13 +1,9 @@
-"""Watch the training batches of a model, and keep the latest examples to measure on."""
+"""Watch the training batches of a model, and keep examples of a step to measure on."""
 
-import base64
 import functools
 import inspect
-import io
 import logging
-import pickle
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,35 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import MoQError
-
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 
 # Rows whose graph is in memory at one time.
 CHUNK = 16
-# Examples of earlier steps are part of the saved state: bytes, uncompressed.
-KEPT_BYTES = 1 << 20
 
 
 class Samples:
-    """The latest training examples, in the form that the loss takes.
+    """The examples of an optimizer step, in the form that the loss takes.
 
     Args:
         num_samples: Examples wanted.
-        across_steps: Keep examples of earlier optimizer steps too; they are saved with
-            the state.
 
-    >>> samples = Samples(3, across_steps=True)
+    >>> samples = Samples(3)
     >>> samples.add({"x": torch.arange(4)})
     >>> [batch["x"].tolist() for batch in samples.batches(3)]
     [[0, 1, 2]]
     """
 
-    def __init__(self, num_samples: int, across_steps: bool) -> None:
+    def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
-        self.across_steps = across_steps
         self._batches: list[Batch] = []
 
     def add(self, inputs: Mapping[str, Any]) -> None:
@@ -51,19 +40,6 @@ class Samples:
         self._batches.append(with_tensors(inputs, Tensor.detach))
         while sum(map(rows_of, self._batches[1:])) >= self.num_samples:
             del self._batches[0]
-
-    def end_step(self) -> None:
-        """Drop the examples that the next optimizer step may not use."""
-        kept: list[Batch] = []
-        left = KEPT_BYTES if self.across_steps else 0
-        for batch in reversed(self._batches):
-            left -= sum(
-                value.nbytes for value in batch.values() if isinstance(value, Tensor)
-            )
-            if left < 0 or not can_split(batch):
-                break
-            kept.insert(0, batch)
-        self._batches = kept
 
     def clear(self) -> None:
         """Forget everything."""
@@ -85,42 +61,6 @@ class Samples:
                 for start in range(0, size, chunk)
             ]
         return batches
-
-    def state_dict(self) -> str:
-        """The kept examples, as text."""
-        buffer = io.BytesIO()
-        # A clone, because a view would be saved with its whole storage.
-        kept = [
-            with_tensors(b, lambda value: value.cpu().clone()) for b in self._batches
-        ]
-        torch.save(kept, buffer)
-        return base64.b64encode(zlib.compress(buffer.getvalue())).decode()
-
-    def load_state_dict(self, text: str, device: torch.device) -> None:
-        """Load the examples that `state_dict` saved.
-
-        Raises:
-            MoQError: The text is damaged.
-        """
-        try:
-            buffer = io.BytesIO(zlib.decompress(base64.b64decode(text)))
-            kept = torch.load(buffer, map_location=device, weights_only=True)
-        except (
-            ValueError,
-            RuntimeError,
-            EOFError,
-            OSError,
-            zlib.error,
-            pickle.UnpicklingError,
-        ):
-            kept = None
-        if not isinstance(kept, list) or not all(
-            isinstance(batch, dict) and can_split(batch) for batch in kept
-        ):
-            raise MoQError(
-                "the checkpoint's MoQ state is damaged: sensitivity.samples are not training examples"
-            )
-        self._batches = kept
 
 
 def rows_of(inputs: Batch) -> int:

@@ -14,7 +14,7 @@ from ..errors import MoQError
 from ..model.inventory import Inventory
 from ..model.selection import split_blocks
 from ..names import is_below
-from ..processes import is_apart, is_distributed, largest_over_ranks, mean_over_ranks
+from ..processes import is_apart, largest_over_ranks, mean_over_ranks
 from ..schedule import PrecisionSchedule
 from .measures import MEASURES, Costs, finite_costs
 from .samples import Batch, Samples, part_of, rows_of, with_tensors
@@ -83,9 +83,7 @@ class Sensitivity:
         self.device = self.measure.device
         self.scores: dict[str, float] = {}
         self.seconds = 0.0
-        self.samples = Samples(
-            self.config.num_samples, across_steps=not is_distributed()
-        )
+        self.samples = Samples(self.config.num_samples)
         # In units of one training example; without `set_run_length` there is no limit.
         self._per_step = math.inf
         self._total = math.inf
@@ -244,22 +242,16 @@ class Sensitivity:
             "spent": self._spent,
             "products": self.measure.products,
             "rows": self._rows,
-            "samples": self.samples.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
-
-        Raises:
-            MoQError: Its samples are damaged.
-        """
+        """Go on from a saved state."""
         self.scores = {
             k: math.nan if v is None else v for k, v in state["eigenvalues"].items()
         }
         self._spent = state["spent"]
         self.measure.products = state["products"]
         self._rows = state["rows"]
-        self.samples.load_state_dict(state["samples"], self.device)
 
     def _first_rows(self, levels: int = 1) -> int:
         """The number of examples that the budget of time allows for a measurement."""

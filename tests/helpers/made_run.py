@@ -38,7 +38,7 @@ def make_run(folder: Path, config: Any = CONFIG, steps: int = 345, evaluations: 
             log.append(
                 {"step": step, "eval_loss": 0.6, "eval_f1": 0.8 + step / 5000, "eval_accuracy": 0.7 + step / 5000}
             )
-    measures = {"eigenvalues": {}, "spent": 0.0, "products": 0.0, "rows": 0, "samples": ""}
+    measures = {"eigenvalues": {}, "spent": 0.0, "products": 0.0, "rows": 0}
     saved = {
         "version": STATE_VERSION,
         "moq_hf": __version__,

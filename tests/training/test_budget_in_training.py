@@ -226,14 +226,6 @@ def test_servers_see_every_choice(tiny_bert: Any) -> None:
     assert str(caught.value).count("4 or 8 bits, not 3") == 1
 
 
-def test_a_budget_that_is_missed_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # Without the blocks' layers there is one unit: 2 or 8 bits.
-    settings = config({"mean": 5.0, "choices": [2, 8]}, modules_to_not_convert=["bert.encoder", "classifier"])
-    trained(moq(tmp_path, settings))
-    (told,) = [r.message for r in caplog.records if "of a budget of" in r.message]
-    assert "reach 2 of a budget of 5, 60.0% less: no block can have the next of its choices within it" in told
-
-
 def test_a_schedule_needs_its_choice() -> None:
     schedule = PrecisionSchedule(MoQConfig.from_dict(config({"mean": 3.0}, offset=2)), ["a", "b"])
     assert not schedule.is_choosing and schedule.advance() == ()

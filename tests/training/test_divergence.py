@@ -36,7 +36,6 @@ def test_a_divergence_is_that_of_the_quantized_model(
     sensitivity = controller.sensitivity
     for part in (slice(0, 1), slice(1, None)):
         sensitivity.samples.add({name: value[part] for name, value in tiny_batch.items()})
-    sensitivity.samples.end_step()
     found = sensitivity.costs([2, 3])
     assert [unit for unit, own in found.items() if own[2] <= own[3]] == []
     unit, own = next((unit, own) for unit, own in found.items() if "layer.1" in unit)

@@ -278,8 +278,8 @@ def test_a_state_of_a_newer_version_or_a_damaged_one_is_told(run: Path) -> None:
         (spoiled(state, "schedule", "blocks", block, value=[1]), f"schedule.blocks.{block}.1 is missing"),
         (spoiled(state, "schedule", "steps", value=-1), "schedule.steps must be greater than or equal to 0, not -1"),
         (
-            spoiled(state, "schedule", "blocks", block, 0, value=7),
-            f"schedule.blocks.{block}.0 must be a whole number from 3 to 6, not 7",
+            spoiled(state, "schedule", "blocks", block, 0, value=33),
+            f"schedule.blocks.{block}.0 must be less than or equal to 32, not 33",
         ),
         (spoiled(state, "config", "quantize_bits", value=3), "(?s)damaged: config: .*quantize_bits"),
         (spoiled(state, "schedule", "blocks", block), "another set of blocks"),
@@ -396,32 +396,32 @@ def test_a_change_that_a_run_can_go_on_with_is_told(
         (
             AFTER,
             changed(quantize_bits={"start_bits": 7}),
-            "start_bits: 6 -> 7: bert.encoder.layer.0 would have gone to 7 bits after step 2",
+            "start_bits: 6 -> 7: other bits after step 2",
         ),
         (
             AFTER,
             changed(quantize_bits={"target_bits": 6}),
-            "target_bits: 3 -> 6: bert.encoder.layer.0 would not have gone to 5 bits after step 4",
+            "target_bits: 3 -> 6: other bits after step 4",
         ),
         (
             AFTER,
             changed(quantize_schedule={"quantize_period": 1}),
-            "quantize_period: 2 -> 1: bert.encoder.layer.0 would have gone to 5 bits after step 3",
+            "quantize_period: 2 -> 1: other bits after step 3",
         ),
         (
             AFTER,
             changed(quantize_schedule={"schedule_offset": 6}),
-            "schedule_offset: 2 -> 6: bert.encoder.layer.0 would not have gone to 6 bits after step 2",
+            "schedule_offset: 2 -> 6: other bits after step 2",
         ),
         (
             BEFORE,
             changed(quantize_schedule={"schedule_offset": 0}),
-            "schedule_offset: 2 -> 0: bert.encoder.layer.0 would have 6 bits by now",
+            "schedule_offset: 2 -> 0: other bits after step 1",
         ),
         (
             BEFORE,
             changed(quantize_schedule={"schedule_offset": 1}),
-            "schedule_offset: 2 -> 1: bert.encoder.layer.0 would have gone to 6 bits after step 1",
+            "schedule_offset: 2 -> 1: other bits after step 1",
         ),
     ],
     ids=str,
@@ -477,7 +477,7 @@ def test_a_changed_schedule_goes_by_the_eigenvalues_that_were_measured(tmp_path:
         state = {"schedule": one.state_dict(), "history": history}
         made = PrecisionSchedule(later, values, 10_000)
         if expected.bits != one.bits:
-            with pytest.raises(MoQError, match="c would have gone to 2 bits"):
+            with pytest.raises(MoQError, match="other bits after step "):
                 load_schedule(made, state, changes(config, later))
             continue
         load_schedule(made, state, changes(config, later))

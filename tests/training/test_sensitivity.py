@@ -26,7 +26,7 @@ from moq_hf.training import measures
 from moq_hf.training import sensitivity as module
 from moq_hf.training.controller import MoQController
 from moq_hf.training.measuring import measuring
-from moq_hf.training.samples import KEPT_BYTES, Samples
+from moq_hf.training.samples import Samples
 from moq_hf.training.sensitivity import MIN_ROWS, Sensitivity
 
 # Runs of tests are so short that one measurement is more than any sensible share of them.
@@ -223,60 +223,42 @@ def test_each_measurement_takes_as_many_examples_as_there_are(caplog: pytest.Log
     caplog.set_level(logging.INFO)
     made.sensitivity.set_run_length(1000, 10_000)  # type: ignore[union-attr]
     for step in range(20):
-        made.sensitivity.samples.add(batch(1 if step == 0 else 8, step))  # type: ignore[union-attr]
+        for part in range(5):
+            made.sensitivity.samples.add(batch(1 if step == 0 else 8, 5 * step + part))  # type: ignore[union-attr]
         made.step(made.measure())
     found = [
         int(re.search(r"over (\d+) examples: ", r.message)[1])  # type: ignore[index]
         for r in caplog.records
         if "examples: " in r.message
     ]
-    assert found[0] == 1 and found[-1] == 32
+    assert found[0] == 5 and found[-1] == 32
 
 
 # ---- the examples
 
 
-def test_the_latest_examples_are_kept() -> None:
-    samples = Samples(10, across_steps=True)
+def test_the_latest_examples_of_a_step_are_measured() -> None:
+    samples = Samples(10)
     for seed in range(5):
         samples.add(batch(4, seed))
     found = samples.batches(10)
     assert [len(b["x"]) for b in found] == [4, 4, 2]
     assert torch.equal(found[0]["x"], batch(4, 4)["x"]) and torch.equal(found[2]["x"], batch(4, 2)["x"][:2])
-    samples.end_step()
-    again = Samples(10, across_steps=True)
-    again.load_state_dict(json.loads(json.dumps(samples.state_dict())), torch.device("cpu"))
-    for one, two in zip(found, again.batches(10), strict=True):
-        assert all(torch.equal(one[k], two[k]) for k in one)
-    big = Samples(100, across_steps=True)
+    big = Samples(100)
     big.add(batch(40))
     assert [len(b["x"]) for b in big.batches(100)] == [16, 16, 8]
+    made = controller()
+    run(made, 1)
+    assert made.sensitivity.samples.batches(1) == []  # type: ignore[union-attr]
 
 
-def test_what_is_too_large_or_cannot_be_cut_lasts_one_step() -> None:
-    per_row = 4 * 4 + 4
-    samples = Samples(10**6, across_steps=True)
-    samples.add(batch(KEPT_BYTES // per_row // 2))
-    samples.add(batch(KEPT_BYTES // per_row // 3))
-    samples.add(batch(KEPT_BYTES // per_row // 3))
-    samples.end_step()
-    assert len(samples._batches) == 2
-    whole = {"x": torch.zeros(8, 4), "scale": torch.tensor(2.0)}
-    samples = Samples(4, across_steps=True)
-    samples.add(whole)
+def test_what_cannot_be_cut_is_measured_whole() -> None:
+    samples = Samples(4)
+    samples.add({"x": torch.zeros(8, 4), "scale": torch.tensor(2.0)})
     assert [len(b["x"]) for b in samples.batches(2)] == [8]
-    samples.end_step()
-    assert not samples.batches(2)
-    large = {"x": torch.zeros(40, 4), "names": ["a"] * 40}
-    samples.add(large)
+    samples = Samples(4)
+    samples.add({"x": torch.zeros(40, 4), "names": ["a"] * 40})
     assert [len(b["x"]) for b in samples.batches(4)] == [40]
-    view = Samples(4, across_steps=True)
-    view.add({"x": torch.randn(100_000)[:4]})
-    assert len(view.state_dict()) < 10_000
-    alone = Samples(4, across_steps=False)
-    alone.add(batch(2))
-    alone.end_step()
-    assert not alone.batches(4)
 
 
 # ---- in training
