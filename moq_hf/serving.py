@@ -566,10 +566,7 @@ def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | N
     faults: dict[str, list[str]] = {}
     packed = []
     has_lora = False
-    for name, layer in inventory.layers.items():
-        kind = _kind_of(layer)
-        shape = matrix_shape(shape_of(layer.weight), kind)
-        spec = _spec(inventory, config, name, kind, shape, bits)
+    for name, spec in _layer_specs(inventory, config, bits).items():
         saved = (plain_name(name, ()) or "").removeprefix(f"{path}.")
         if spec.inputs is not None and spec.input_fault is not None:
             faults.setdefault(spec.input_fault, []).append(saved)
@@ -612,10 +609,17 @@ def _spec(
     )
 
 
-def _kind_of(layer: nn.Module) -> Kind:
-    if is_convolution(layer):
-        return "conv"
-    return "linear" if isinstance(layer, nn.Linear) else "conv1d"
+def _layer_specs(
+    inventory: Inventory, config: MoQConfig, bits: int
+) -> dict[str, EncodeSpec]:
+    specs = {}
+    for name, layer in inventory.layers.items():
+        kind: Kind = "linear" if isinstance(layer, nn.Linear) else "conv1d"
+        if is_convolution(layer):
+            kind = "conv"
+        shape = matrix_shape(shape_of(layer.weight), kind)
+        specs[name] = _spec(inventory, config, name, kind, shape, bits)
+    return specs
 
 
 def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
@@ -628,14 +632,13 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
     fault = _float_inputs(inventory, config, bits)
     rounded = config.activations.scale if fault is None else None
 
-    def planned(name: str, kind: Kind, shape: tuple[int, int]) -> Weight:
-        spec = _spec(inventory, config, name, kind, shape, bits)
+    def planned(spec: EncodeSpec) -> Weight:
         return Weight(
-            kind,
-            *shape,
+            spec.kind,
+            *spec.matrix_shape,
             spec.bits,
             # Convolutions have no groups.
-            None if kind == "conv" else spec.row_size,
+            None if spec.kind == "conv" else spec.row_size,
             spec.grid.symmetric,
             has_codes(form_of(spec, "packed")),
             None if spec.inputs is None else rounded,
@@ -647,16 +650,15 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
         for name, module in inventory.modules.items()
         if hasattr(module, "weight")
     }
-    for name, layer in inventory.layers.items():
-        kind = _kind_of(layer)
-        shape = matrix_shape(shape_of(layer.weight), kind)
-        weights[saved(name)] = planned(name, kind, shape)
+    for name, spec in _layer_specs(inventory, config, bits).items():
+        weights[saved(name)] = planned(spec)
     for name, module in inventory.modules.items():
-        kind = "experts_t" if experts_transposed(module) else "experts"
+        kind: Kind = "experts_t" if experts_transposed(module) else "experts"
         for parameter in experts_parameters(module):
             experts, rows, columns = matrix_of(module, parameter)
             whole = f"{name}.{parameter}"
-            matrix = replace(planned(whole, kind, (rows, columns)), kind="linear")
+            spec = _spec(inventory, config, whole, kind, (rows, columns), bits)
+            matrix = replace(planned(spec), kind="linear")
             if whole in inventory.experts and matrix.packed:
                 for index in range(experts):
                     weights[f"{saved(name)}.{index}.{parameter}"] = matrix

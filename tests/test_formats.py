@@ -24,7 +24,7 @@ def as_stored(spec: EncodeSpec, values: Quantized, encoded: EncodedWeight) -> St
     layer = StoredLayer(
         "linear", spec.bits, "dense", spec.matrix_shape, size, symmetric, 0, 0, None, encoded.grid, full
     )
-    return StoredWeight("w", layer, encoded.scheme, {"w": encoded.parts})
+    return StoredWeight("w", layer, encoded.scheme, encoded.parts)
 
 
 @pytest.mark.parametrize("form", FORMS)

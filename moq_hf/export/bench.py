@@ -178,8 +178,7 @@ def benchmark(
     sequences = sorted({min(tokens, limit) for tokens in sequences})
     reference = Reference(checkpoint, data, max_length)
     shapes: dict[str, Mapping[str, Tensor]] = {}
-    inputs_after = torch.inference_mode()(partial(decoder.inputs_after, model))
-    asked = [inputs_after(batch, 0) for batch in reference.batches]
+    asked = [decoder.inputs_after(model, batch, 0) for batch in reference.batches]
     engines: dict[str, Measured] = {}
     missing: dict[str, str] = {}
 
@@ -209,7 +208,9 @@ def benchmark(
             for batch, tokens in product(batches, sequences):
                 example = _batch(reference, batch, tokens + decodes)
                 shape = f"{batch} x 1 after" if decodes else f"{batch} x"
-                shapes[f"{shape} {tokens}"] = inputs_after(example, tokens)
+                shapes[f"{shape} {tokens}"] = decoder.inputs_after(
+                    model, example, tokens
+                )
         run = torch.inference_mode()(partial(decoder.answer, model))
         measure("PyTorch", checkpoint.verified.float_bytes, "", lambda: run)
     finally:

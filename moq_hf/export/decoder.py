@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -87,6 +86,7 @@ def example_of(
     return inputs, names, dynamic
 
 
+@torch.no_grad()
 def inputs_after(
     model: Any, batch: Mapping[str, Tensor], past: int
 ) -> dict[str, Tensor]:
@@ -139,29 +139,16 @@ def _tensors_of(cache: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def arrays_of(session: Any, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The arrays of a batch, and of what else the graph of a decoder wants where nothing is past."""
-    arrays = {name: tensor.numpy() for name, tensor in batch.items()}
-    for wanted in session.get_inputs():
-        if wanted.name in arrays:
-            continue
-        if wanted.name.startswith(_PAST):
-            _, heads, _, size = wanted.shape
-            shape = (len(arrays["input_ids"]), heads, 0, size)
-            arrays[wanted.name] = np.zeros(shape, np.float32)
-        elif wanted.name == "position_ids":
-            seen = arrays["attention_mask"].cumsum(-1) - 1
-            arrays[wanted.name] = seen.clip(min=0)
-    return arrays
+def arrays(inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Inputs as ONNX Runtime takes them."""
+    return {name: tensor.numpy() for name, tensor in inputs.items()}
 
 
-def last_with_cache(session: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """The answers at the last token `[batch, vocabulary]`, where all before it comes from the cache."""
-    arrays = arrays_of(session, batch)
+def last_with_cache(model: Any, session: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """The answers at the last token `[batch, vocabulary]`, where all before it comes from the cache of the graph."""
     earlier = {name: tensor[:, :-1] for name, tensor in batch.items()}
-    _, *present = session.run(None, arrays_of(session, earlier))
-    past = [name for name in arrays if name.startswith(_PAST)]
-    arrays |= dict(zip(past, present, strict=True))
-    for name in ("input_ids", "position_ids"):
-        arrays[name] = arrays[name][:, -1:]
-    return torch.from_numpy(session.run(None, arrays)[0][:, -1])
+    _, *present = session.run(None, arrays(inputs_after(model, earlier, 0)))
+    last = arrays(inputs_after(model, batch, batch["input_ids"].shape[1] - 1))
+    past = [name for name in last if name.startswith(_PAST)]
+    last |= dict(zip(past, present, strict=True))
+    return torch.from_numpy(session.run(None, last)[0][:, -1])

@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import MoQError, listed, one_line, require
-from ..formats.stored import MAX_PACKED_BITS, StoredLayer, by_matrix
+from ..formats.stored import MAX_PACKED_BITS, StoredLayer, by_matrix, per_weight
 from ..packed.files import new_path, staged
-from ..packed.verify import recorded, split, stored_weights
+from ..packed.verify import recorded, stored_weights
 from ..quantizer import Quantized, dequantize
 from ..text import progress
 from .floats import export_floats
@@ -190,8 +190,10 @@ def _export(directory: Path, out: Path, source: Path) -> GgufExport:
     _check_grids(os.fspath(directory), layers)
     read = _Base(source)
     places = read.places_of(list(layers))
-    matrices = split(stored_weights(directory), saved.layers)
-    weights = {names.get(name, name): matrix for name, matrix in matrices.items()}
+    weights = {
+        names.get(name, name): matrix
+        for name, matrix in stored_weights(directory).items()
+    }
     lost = [name for name in layers if name not in weights]
     if lost:
         raise MoQError(
@@ -297,11 +299,11 @@ class Blocks(NamedTuple):
         return np.concatenate(parts, -1).reshape(len(self.codes), -1)
 
     def values(self) -> Floats:
-        """The weight that these blocks hold, float32 `[rows, columns]`."""
-        values = self.codes.astype(np.float32) * self.scale.astype(np.float32)
-        if self.minimum is not None:
-            values += self.minimum.astype(np.float32)
-        return values.reshape(len(self.codes), -1)
+        """The weight that gguf reads in these blocks, float32 `[rows, columns]`."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize as floats_of
+
+        return cast(Floats, floats_of(self.raw(), GGMLQuantizationType[self.kind]))
 
 
 def kind_of(layer: StoredLayer) -> str:
@@ -347,17 +349,10 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     0.0
     """
     rows, columns = layer.shape
-    # The files may repeat the scale of a block of rows for each row.
-    above, across = stored.scale.shape
     blocks = columns // _SIZE
 
     def per_block(values: Tensor) -> Floats:
-        repeated = (
-            values.float()
-            .repeat_interleave(rows // above, 0)
-            .repeat_interleave(blocks // across, 1)
-        )
-        return repeated[..., None].numpy()
+        return per_weight(values.float(), (rows, blocks))[..., None].numpy()
 
     codes = stored.codes.numpy().astype(np.int16).reshape(rows, blocks, _SIZE)
     exact = dequantize(*stored).numpy().reshape(codes.shape)

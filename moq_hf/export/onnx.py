@@ -2,14 +2,13 @@
 
 import contextlib
 import copy
-import filecmp
 import importlib
 import json
 import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -284,21 +283,22 @@ def export_onnx(
             found.layers[key] = prepared.stored
             found.bytes[key] = write_model(prepared, reference.batches[0], path)
             if rounding is not None:
-                twins = _equal_files(folder, found.files.values(), name)
-                found.activations[key] = "; the same file as ".join(
-                    [str(rounding), *twins]
-                )
+                found.activations[key] = str(rounding)
             simulated = _simulated(prepared, reference, flavor, rounding)
             is_openvino = path.suffix == ".xml"
             with explained(f"the {flavor} model cannot be run"):
                 run = (openvino_runtime if is_openvino else onnx_runtime)(path)
-                outputs = [run(batch) for batch in reference.batches]
+                outputs = [
+                    run(decoder.inputs_after(checkpoint.model, batch, 0))
+                    for batch in reference.batches
+                ]
             proof = reference.prove(outputs, simulated)
             found.proofs[key] = proof
             if has_cache:
                 # Two answers, each as far as that from those without rounding.
                 rounded = 0.0 if rounding is None else 2 * proof.largest_difference
-                _check_cache(path, reference.batches[0], tolerance + rounded)
+                batch = reference.batches[0]
+                _check_cache(path, checkpoint.model, batch, tolerance + rounded)
             # Without rounded inputs the model computes what the checkpoint does, so
             # that a large difference is a fault. OpenVINO rounds them by itself.
             is_rounded = rounding is not None or is_openvino
@@ -335,15 +335,6 @@ def _widest(prepared: "Prepared") -> int:
     layers = prepared.model.modules()
     bits = [layer.bits for layer in layers if isinstance(layer, OnnxNBitsLinear)]
     return max(bits, default=8)
-
-
-def _equal_files(folder: Path, names: Iterable[str], name: str) -> list[str]:
-    """Other files with the same content: products of small codes do not saturate on any CPU."""
-    return [
-        other
-        for other in names
-        if other != name and filecmp.cmp(folder / other, folder / name, shallow=False)
-    ]
 
 
 def _rounding(
@@ -409,7 +400,7 @@ def onnx_runtime(
     session = _session(path, threads)
 
     def run(batch: Mapping[str, Tensor]) -> Tensor:
-        return torch.from_numpy(session.run(None, decoder.arrays_of(session, batch))[0])
+        return torch.from_numpy(session.run(None, decoder.arrays(batch))[0])
 
     return run
 
@@ -435,13 +426,15 @@ def openvino_runtime(
     compiled = openvino.Core().compile_model(path, "CPU", options)
 
     def run(batch: Mapping[str, Tensor]) -> Tensor:
-        outputs = compiled({name: tensor.numpy() for name, tensor in batch.items()})
+        outputs = compiled(decoder.arrays(batch))
         return torch.from_numpy(outputs[0].copy())
 
     return run
 
 
-def _check_cache(path: Path, batch: Mapping[str, Tensor], tolerance: float) -> None:
+def _check_cache(
+    path: Path, model: Any, batch: Mapping[str, Tensor], tolerance: float
+) -> None:
     """Check that a decoder answers the last token from its cache as it does without one.
 
     Raises:
@@ -450,9 +443,10 @@ def _check_cache(path: Path, batch: Mapping[str, Tensor], tolerance: float) -> N
     session = _session(path)
     # All of these tokens are seen, so that the last one is no padding.
     seen = {name: tensor[:1, :8] for name, tensor in batch.items()}
-    whole = session.run(None, decoder.arrays_of(session, seen))[0][:, -1]
-    cached = decoder.last_with_cache(session, seen)
-    difference = float((cached - torch.from_numpy(whole)).abs().max())
+    inputs = decoder.inputs_after(model, seen, 0)
+    whole = torch.from_numpy(session.run(None, decoder.arrays(inputs))[0][:, -1])
+    cached = decoder.last_with_cache(model, session, seen)
+    difference = float((cached - whole).abs().max())
     if not difference <= tolerance:
         raise MoQError(
             f"{path.name}: with its key-value cache the model answers otherwise by {difference:.3g}: this class of "

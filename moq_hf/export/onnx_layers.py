@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..formats.stored import per_weight
 from ..grid import InputGrid, InputScale
 from ..inputs import static_scale, tensor_scale, token_scale
 from ..quantizer import Quantized, dequantize
@@ -123,6 +124,12 @@ class _Stored(nn.Module):
             else:
                 self.register_buffer(name, value.detach().contiguous())
 
+    def _floats(self) -> Tensor:
+        numbers = self.codes.to(torch.float32)
+        if self.zero_point is not None:
+            numbers = numbers - self.zero_point.to(torch.float32)
+        return numbers * self.scale
+
     def _plus_bias(self, product: Tensor) -> Tensor:
         return product if self.bias is None else product + self.bias
 
@@ -135,34 +142,32 @@ class _StoredLinear(_Stored):
         """The weight `[out_features, in_features]`, float32, for a model's code that reads it, as T5's does."""
         return self._floats().T
 
-    def _floats(self) -> Tensor:
-        codes = self.codes.to(torch.float32)
-        scale = self.scale
-        zero = self.zero_point
-        if scale.dim() > 1 and len(scale) > 1:
-            codes = codes.view(len(scale), -1, codes.shape[1])
-            scale = scale[:, None]
-            zero = None if zero is None else zero[:, None]
-        if zero is not None:
-            codes = codes - zero.to(torch.float32)
-        return (codes * scale).view(self.codes.shape)
-
 
 class OnnxLinear(_StoredLinear):
     """A linear layer with float activations.
 
+    Where rows have several groups, codes are `[groups, in_features / groups,
+    out_features]`.
+
     Args:
-        weight: Signed codes `[out_features, in_features]`, their scales and zero
-            points.
+        weight: Signed codes `[out_features, in_features]`, their scales and zero points
+            for each row.
         bias: `[out_features]`, or None.
     """
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
-        codes, scale, zero = per_row(weight)
-        zero = None if zero is None else zero.T.to(torch.int8)
+        codes, scale, zero = weight
+        rows, groups = scale.shape
+        zero = None if zero is None else zero.to(torch.int8).T[:, None].squeeze(0)
         super().__init__(
-            codes=codes.T.to(torch.int8), scale=scale.T, zero_point=zero, bias=bias
+            codes=codes.to(torch.int8).T.reshape(groups, -1, rows).squeeze(0),
+            scale=scale.T[:, None].squeeze(0),
+            zero_point=zero,
+            bias=bias,
         )
+
+    def _floats(self) -> Tensor:
+        return super()._floats().flatten(0, -2)
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., in_features]` times the weight, plus the bias."""
@@ -174,35 +179,26 @@ class OnnxConvolution(_Stored):
 
     Args:
         weight: Signed codes `[out_channels, in_channels / groups * kernel]`, their
-            scales and zero points, one per row or row block.
+            scales and zero points, one per row.
         layer: The convolution: its own weight is not used.
     """
 
     def __init__(self, weight: Quantized, layer: nn.Module) -> None:
-        codes, scale, zero = per_row(weight)
+        codes, scale, zero = weight
         assert isinstance(layer, nn.Conv1d | nn.Conv2d)
-        shape = (
-            layer.out_channels,
-            layer.in_channels // layer.groups,
-            *layer.kernel_size,
-        )
+        codes = codes.view(len(codes), -1, *layer.kernel_size)
         # A scale for each output channel, in the shape that Mul wants.
-        each = [-1, *[1] * (len(shape) - 1)]
+        each = [-1, *[1] * (codes.dim() - 1)]
         zero = None if zero is None else zero.view(each).to(torch.int8)
         super().__init__(
-            codes=codes.view(shape).to(torch.int8),
-            scale=scale.view(each),
-            zero_point=zero,
+            codes=codes.to(torch.int8), scale=scale.view(each), zero_point=zero
         )
         self.layer = layer
 
     @property
     def weight(self) -> Tensor:
         """The weight, float32, for the model's code that asks for its dtype too."""
-        numbers = self.codes.to(torch.float32)
-        if self.zero_point is not None:
-            numbers = numbers - self.zero_point.to(torch.float32)
-        return numbers * self.scale
+        return self._floats()
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` convolved with the weight, plus the bias."""
@@ -231,15 +227,15 @@ class OnnxEmbedding(_Stored):
     def forward(self, input: Tensor) -> Tensor:
         """The rows `[..., columns]` for the indices `input` `[...]`."""
         codes = F.embedding(input, self.codes)
-        rows = self._floats(codes, F.embedding(input, self.scale))
+        rows = self._dequantized(codes, F.embedding(input, self.scale))
         return rows if self.factor == 1 else rows * self.factor
 
     @property
     def weight(self) -> Tensor:
         """The whole table, float32, for a model's code that reads it."""
-        return self._floats(self.codes, self.scale)
+        return self._dequantized(self.codes, self.scale)
 
-    def _floats(self, codes: Tensor, scale: Tensor) -> Tensor:
+    def _dequantized(self, codes: Tensor, scale: Tensor) -> Tensor:
         codes = codes.to(torch.float32)
         if self.halved:
             # OpenVINO computes something else with BitShift.
@@ -285,7 +281,7 @@ class OnnxInt8Linear(_StoredLinear):
 
     Args:
         weight: Signed codes `[out_features, in_features]`, their scales and zero
-            points, one per row or row block.
+            points, one per row.
         bias: `[out_features]`, or None.
         grid: The grid of the input.
         largest: The range of a static scale, a float32 scalar.
@@ -305,7 +301,7 @@ class OnnxInt8Linear(_StoredLinear):
         largest: Tensor | None,
         signed: bool,
     ) -> None:
-        codes, scale, zero = per_row(weight)
+        codes, scale, zero = weight
         shift = 0 if signed else 128
         dtype = torch.int8 if signed else torch.uint8
         zero = torch.zeros((), dtype=torch.int32) if zero is None else zero.flatten()
@@ -395,20 +391,19 @@ class OnnxNBitsLinear(_Stored):
     def __init__(
         self, weight: Quantized, bias: Tensor | None, bits: int, block: int
     ) -> None:
-        codes, scale, zero = per_row(weight)
+        codes, scale, zero = weight
         rows, self.columns = codes.shape
         self.bits = 2 if bits <= 2 else 4 if bits <= 4 else 8
         self.block = block
         blocks = -(-self.columns // block)
-        repeats = blocks // scale.shape[1]
         middle = 1 << self.bits - 1
         unsigned = F.pad(codes, (0, blocks * block - self.columns)) + middle
         if zero is not None:
-            zero = zero.repeat_interleave(repeats, 1) + middle
+            zero = per_weight(zero, (rows, blocks)) + middle
             zero = _packed(zero, self.bits).flatten()
         super().__init__(
             codes=_packed(unsigned, self.bits).view(rows, blocks, -1),
-            scale=scale.repeat_interleave(repeats, 1).flatten(),
+            scale=per_weight(scale, (rows, blocks)).flatten(),
             zero_point=zero,
             bias=bias,
         )
@@ -469,7 +464,7 @@ class OnnxQdqLinear(_StoredLinear):
 
     Args:
         weight: Signed codes `[out_features, in_features]`, their scales and zero
-            points, one per row or row block.
+            points, one per row.
         bias: `[out_features]`, or None.
         largest: The range of the input, a float32 scalar: codes have 8 bits.
     """
@@ -479,7 +474,7 @@ class OnnxQdqLinear(_StoredLinear):
     middle: Tensor
 
     def __init__(self, weight: Quantized, bias: Tensor | None, largest: Tensor) -> None:
-        codes, scale, zero = per_row(weight)
+        codes, scale, zero = weight
         zero = torch.zeros_like(scale) if zero is None else zero
         super().__init__(
             codes=codes.T.to(torch.int8),
@@ -498,14 +493,6 @@ class OnnxQdqLinear(_StoredLinear):
             _dequantize_linear(codes, self.step, self.middle), weight
         )
         return self._plus_bias(product)
-
-
-def per_row(weight: Quantized) -> Quantized:
-    """Repeat the scales and zero points of row blocks for each row."""
-    codes, scale, zero = weight
-    repeats = codes.shape[0] // scale.shape[0]
-    repeated = None if zero is None else zero.repeat_interleave(repeats, 0)
-    return Quantized(codes, scale.repeat_interleave(repeats, 0), repeated)
 
 
 def _emit(

@@ -1,7 +1,6 @@
 """What the forms of compressed-tensors share: its own compressor writes them and reads them."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -98,19 +97,12 @@ def read(stored: StoredWeight) -> Quantized:
     Raises:
         MoQError: The tensors are of another shape.
     """
-    pieces = [_read_piece(stored, parts) for parts in stored.pieces.values()]
-    codes, scales, zeros = zip(*pieces, strict=True)
-    zero = None if zeros[0] is None else torch.cat(zeros)
-    return Quantized(torch.cat(codes), torch.cat(scales), zero)
-
-
-def _read_piece(stored: StoredWeight, parts: Mapping[str, Tensor]) -> Quantized:
     assert stored.scheme is not None
-    rows, columns = stored.layer.shape
-    shape = (rows // len(stored.pieces), columns)
+    parts = stored.parts
+    shape = stored.layer.shape
     width = stored.scheme["weights"]["num_bits"]
     if "weight_packed" in parts:
-        words = [shape[0], math.ceil(columns * width / 32)]
+        words = [shape[0], math.ceil(shape[1] * width / 32)]
         packed_shape = list(parts["weight_packed"].shape)
         if packed_shape != words or parts["weight_shape"].tolist() != [*shape]:
             raise MoQError(

@@ -12,7 +12,6 @@ from ..weight_matrix import from_rows, to_rows
 from .stored import EncodedWeight, EncodeSpec, StoredWeight, per_weight
 
 FORMAT = None
-MAX_BITS = 16
 WIDTH = None
 
 
@@ -43,8 +42,7 @@ def read(stored: StoredWeight) -> Quantized:
     zero = None
     if zero_text is not None:
         zero = _from_text(zero_text, torch.int32).view(layer.scales)
-    [parts] = stored.pieces.values()
-    weight = to_rows(parts["weight"], layer.kind)
+    weight = to_rows(stored.parts["weight"], layer.kind)
     low, high = stored.grid.limits(layer.bits)
     codes = (weight.float() / per_weight(scale, layer.shape)).round().nan_to_num(0.0)
     if zero is not None:

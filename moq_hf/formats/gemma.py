@@ -15,10 +15,15 @@ import torch.nn.functional as F
 from ..grid import InputGrid
 from ..quantizer import Quantized
 from . import compressed, pack_quantized
-from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec, StoredWeight
+from .stored import (
+    MAX_PACKED_BITS,
+    EncodedWeight,
+    EncodeSpec,
+    StoredWeight,
+    per_row,
+)
 
 FORMAT = "gemma"
-MAX_BITS = MAX_PACKED_BITS
 WIDTH = None
 
 LEGAL = (
@@ -34,7 +39,7 @@ def fits(spec: EncodeSpec) -> bool:
     return (
         spec.kind in ("linear", "embedding")
         and not spec.in_float
-        and spec.bits <= MAX_BITS
+        and spec.bits <= MAX_PACKED_BITS
         and spec.grid.symmetric
         and spec.grid.shape(*spec.matrix_shape)[1] == 1
         and spec.dtype in (torch.float32, spec.scale_dtype)
@@ -60,8 +65,7 @@ def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
     codes = words["weight_packed"].view(torch.uint8)[:, :count].contiguous()
     if width == 8:
         codes = (codes ^ 128).view(torch.int8)
-    repeats = spec.matrix_shape[0] // len(values.scale)
-    scale = values.scale.repeat_interleave(repeats, 0)
+    scale = per_row(values).scale
     if spec.kind == "embedding":
         parts = {"embedding_quantized": codes, "embedding_scale": scale}
         return EncodedWeight(parts, scheme)
@@ -82,17 +86,17 @@ def read(stored: StoredWeight) -> Quantized:
     Raises:
         MoQError: The tensors are of another shape.
     """
-    [parts] = stored.pieces.values()
-    codes = parts["weight"].view(torch.uint8)
-    if parts["weight"].dtype == torch.int8:
+    weight = stored.parts["weight"]
+    codes = weight.view(torch.uint8)
+    if weight.dtype == torch.int8:
         codes = codes ^ 128
-    scale = parts["weight_scale"]
+    scale = stored.parts["weight_scale"]
     words = {
         "weight_packed": F.pad(codes, (0, -codes.shape[1] % 4)).view(torch.int32),
         "weight_shape": torch.tensor(stored.layer.shape, device="cpu"),
         "weight_scale": torch.ones_like(scale),
     }
-    found = compressed.read(stored._replace(pieces={"": words}))
+    found = compressed.read(stored._replace(parts=words))
     return found._replace(scale=scale)
 
 

@@ -10,7 +10,6 @@ from . import compressed
 from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
 
 FORMAT = "int-quantized"
-MAX_BITS = MAX_PACKED_BITS
 WIDTH = 8
 
 
@@ -18,7 +17,7 @@ def fits(spec: EncodeSpec) -> bool:
     """Whether a layer is a table of 2 to 8 bits, or one whose inputs are rounded to 8 bits as its weight is."""
     return (
         (spec.is_table or spec.multiplies_bytes)
-        and 2 <= spec.bits <= MAX_BITS
+        and 2 <= spec.bits <= MAX_PACKED_BITS
         and spec.kind in ("linear", "embedding")
     )
 

@@ -6,7 +6,6 @@ from . import compressed
 from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
 
 FORMAT = "pack-quantized"
-MAX_BITS = MAX_PACKED_BITS
 WIDTH = None
 # Bits of a word of packed codes.
 _WORD = 32
@@ -18,7 +17,7 @@ def fits(spec: EncodeSpec) -> bool:
     Tables by themselves cannot: transformers initializes and ties them by the name
     `weight`.
     """
-    if not 2 <= spec.bits <= MAX_BITS or spec.multiplies_bytes:
+    if not 2 <= spec.bits <= MAX_PACKED_BITS or spec.multiplies_bytes:
         return False
     rows, columns = spec.matrix_shape
     if spec.row_size is not None and columns % spec.row_size:

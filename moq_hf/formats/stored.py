@@ -203,14 +203,13 @@ class StoredWeight(NamedTuple):
         where: What an error names.
         layer: What the state says of it.
         scheme: Its config group; None for floats.
-        pieces: Its tensors by the last part of their name. Experts have a piece for
-            each matrix, in the order of the rows; any other layer has one.
+        parts: Its tensors by the last part of their name.
     """
 
     where: str
     layer: StoredLayer
     scheme: Mapping[str, Any] | None
-    pieces: Mapping[str, Mapping[str, Tensor]]
+    parts: Mapping[str, Tensor]
 
     @property
     def grid(self) -> Grid:
@@ -280,7 +279,17 @@ def by_matrix(layers: Mapping[str, StoredLayer]) -> dict[str, StoredLayer]:
     return split_layers
 
 
+def per_row(values: Quantized) -> Quantized:
+    """Repeat the scales and zero points that blocks of rows share for each row."""
+    shape = (len(values.codes), values.scale.shape[1])
+    zero = values.zero_point
+    return values._replace(
+        scale=per_weight(values.scale, shape),
+        zero_point=None if zero is None else per_weight(zero, shape),
+    )
+
+
 def per_weight(values: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Repeat what groups or blocks share for each weight of a matrix."""
+    """Repeat what groups or blocks share for each weight of a matrix, or for parts of its rows."""
     rows = values.repeat_interleave(shape[0] // values.shape[0], 0)
     return rows.repeat_interleave(shape[1] // values.shape[1], 1)

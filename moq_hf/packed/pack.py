@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerState
 
 from ..config import MoQConfig
-from ..errors import MoQError, explained, listed, one_line, read_json
+from ..errors import MoQError, explained, one_line, read_json
 from ..formats.table import Layout
 from ..names import plain_name
 from ..seams.engines import FSDP_MODEL
@@ -32,9 +32,8 @@ from .checkpoint_weights import (
     zero_folder,
     zero_weights,
 )
-from .files import CONFIG, INDEX, SINGLE, bytes_in
+from .files import CONFIG, INDEX, SINGLE, bytes_in, new_path
 from .save import SaveOptions, deliver
-from .state import STATE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ def pack_checkpoint(
 
     Args:
         checkpoint: A folder `checkpoint-N` of a run with moq_hf.
-        out: The folder to write; another one than the checkpoint.
+        out: The folder to make, or an empty one.
         model: A folder or Hub id with `config.json` and tokenizer, for a checkpoint
             that has none.
         max_shard_size: The largest size of a weight file: bytes, or a text such as
@@ -84,17 +83,8 @@ def pack_checkpoint(
     """
     folder = Path(checkpoint)
     target = Path(out)
+    new_path(out)
     shard_size = bytes_in(max_shard_size)
-    if target.exists() and not target.is_dir():
-        raise MoQError(f"{target} is a file: name another folder")
-    if target.exists() and folder.exists() and target.samefile(folder):
-        raise MoQError(f"{target} is the checkpoint itself: name another folder")
-    is_packed = (target / STATE_NAME).is_file()
-    for name in (STATE_FILE, *(() if is_packed else (SINGLE, INDEX))):
-        if (target / name).exists():
-            raise MoQError(
-                f"{target} has weights of its own, a model's or a checkpoint's ({name}): name another folder"
-            )
     fault = fault_of(folder)
     if fault is not None:
         raise MoQError(f"cannot pack {folder}: it is not a whole checkpoint ({fault})")
@@ -235,32 +225,19 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
             if candidate is not None and candidate in weights.specs:
                 saved_names.setdefault(id(tensor), candidate)
     names = {n: saved_names[id(t)] for n, t in wanted.items() if id(t) in saved_names}
-    missing = sorted(wanted.keys() - names.keys() - never_saved(shell))
-    unknown = weights.specs.keys() - set(names.values()) - wanted.keys()
-    if missing and any(plain_name(name, ()) != name for name in unknown):
+    unknown = weights.specs.keys() - set(names.values()) - wanted.keys() - tied.keys()
+    if any(plain_name(name, ()) != name for name in unknown):
         raise MoQError(
             f"{folder} holds the weights of a model with PEFT's adapters: load them, and call save_quantized"
         )
-    if missing:
-        raise MoQError(
-            f"{weights.place}: missing of the model's weights: {listed(missing)}"
-        )
-    unknown -= tied.keys()
-    if unknown:
-        raise MoQError(
-            f"{weights.place}: weights that {type(shell).__name__} does not have: {listed(sorted(unknown))}"
-        )
-    for name, saved_name in names.items():
+    there = {name: wanted[name] for name in never_saved(shell) & wanted.keys()}
+    for name, saved_name in ({name: name for name in unknown} | names).items():
         shape, dtype = weights.specs[saved_name]
-        tensor = wanted[name]
-        if shape != tensor.shape:
-            shapes = f"{list(shape)}, not {list(tensor.shape)} as {CONFIG} says"
-            raise MoQError(f"{weights.place}: {saved_name} is of the shape {shapes}")
-        if dtype.is_floating_point != tensor.is_floating_point():
-            raise MoQError(
-                f"{weights.place}: {saved_name} is of {dtype}, not of {tensor.dtype} as the model"
-            )
-        tensor.data = tensor.data.to(dtype)
+        there[name] = torch.empty(shape, dtype=dtype, device="meta")
+    with explained(f"{weights.place}: not the weights that {CONFIG} describes"):
+        shell.load_state_dict(there)
+        for name in names:
+            wanted[name].data = wanted[name].data.to(there[name].dtype)
     return names
 
 

@@ -9,22 +9,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from .. import serving
 from ..config import MoQConfig
-from ..config_fields import Count, Flag, Positive, Weight
 from ..errors import MoQError, read_as, show, write_json
 from ..formats.stored import StoredLayer, by_matrix
 from ..formats.table import has_codes
 from ..inputs import ranges_of
 from ..quant_linear import QuantLayer
 from ..training.controller import MoQController
-from ..training.resume import Range, SavedBits, Unit
 from ..version import __version__
 from .files import CONFIG, read_document
 from .load_check import Proof
@@ -32,47 +29,6 @@ from .load_check import Proof
 STATE_NAME = "moq_state.json"
 # Format 1 was 0.1.0's and is not read.
 STATE_FORMAT = 2
-
-
-class Switched(TypedDict):
-    """A block's change of precision."""
-
-    step: Positive
-    block: str
-    before: SavedBits
-    bits: SavedBits
-    eigenvalue: Unit | None
-
-
-class Counted(TypedDict):
-    """How many parameters are quantized, how many there are, and how many bits they have on average."""
-
-    quantized: Positive
-    total: Positive
-    mean_bits: Weight
-
-
-class State(TypedDict):
-    """The keys of `moq_state.json` that are checked when it is read; its digest only guards against accidents."""
-
-    tensors: dict[str, str]
-    config_json: str | None
-    versions: dict[str, Any]
-    config: dict[str, Any]
-    step: Count | None
-    history: list[Switched]
-    layers: Annotated[dict[str, StoredLayer], Field(min_length=1)]
-    names: NotRequired[dict[str, str] | None]
-    input_ranges: NotRequired[dict[str, Range] | None]
-    metrics: NotRequired[dict[str, Any] | None]
-    float_metrics: NotRequired[dict[str, Any] | None]
-    parameters: Counted
-    float_bytes: Positive
-    files: NotRequired[list[str]]
-    needs: NotRequired[dict[str, str]]
-    groups: NotRequired[dict[str, Any] | None]
-    rounds_inputs: NotRequired[Flag]
-    proof: NotRequired[Proof | None]
 
 
 def state_of(
@@ -247,11 +203,13 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
     """The state of a packed checkpoint, and its layers.
 
     Raises:
-        MoQError: A value is not of the type or in the range of what is written; names
-            the file and the key.
+        MoQError: A value of a layer is not of the type or in the range of what is
+            written; names the file and the key.
     """
     state = read_state(folder)
-    return state, read_as(State, state, str(folder / STATE_NAME))["layers"]
+    kind = Annotated[dict[str, StoredLayer], Field(min_length=1)]
+    where = str(folder / STATE_NAME)
+    return state, read_as(kind, state.get("layers"), where, "layers")
 
 
 def proof_in(state: Mapping[str, Any]) -> Proof | None:

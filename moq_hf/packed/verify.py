@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MoQError, explained, listed
-from ..formats.stored import MAX_PACKED_BITS, StoredLayer, StoredWeight
+from ..formats.stored import (
+    MAX_PACKED_BITS,
+    StoredLayer,
+    StoredWeight,
+    by_matrix,
+    per_row,
+)
 from ..formats.table import FORMS
 from ..model.convert import dequantize_model, quantized_layers
 from ..model.inventory import is_packed
@@ -178,12 +184,10 @@ def verify_quantized(
     expected = None if model is None else _named_as_in_files(model, state)
     with explained(f"{folder}: the weights cannot be read"):
         contents = _Contents(folder, state, layers)
-        compared: set[str] = set()
-        for name, layer in layers.items():
+        for name, layer in contents.layers.items():
             weight = _checked(contents.weight(name))
-            weight_name = parameter_of(name, layer.kind)
-            _compare(folder, weight_name, weight, expected)
-            compared.add(weight_name)
+            _compare(folder, parameter_of(name, layer.kind), weight, expected)
+        compared = {parameter_of(name, layer.kind) for name, layer in layers.items()}
         for name in contents.others:
             tensor = contents.tensor(name)
             # In the layout "gemma" a scale of 0 leaves in- or outputs alone.
@@ -221,9 +225,9 @@ def recorded(directory: str | os.PathLike[str]) -> Verification:
 
 
 def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
-    """The codes, scales and zero points of a packed checkpoint's layers of up to 8 bits, by layer.
+    """The codes, scales and zero points of a packed checkpoint's layers of up to 8 bits, by the names of `by_matrix`.
 
-    Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those
+    Each row has scales of its own. Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those
     of `quantizer`. Where the files hold floats on their grid, the codes are computed
     from them; a layer whose floats a half dtype rounded is left out.
 
@@ -233,41 +237,22 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
     Raises:
         MoQError: Something is damaged or missing; names the file and the tensor.
     """
-    folder = Path(directory)
-    state = verify_quantized(folder).state
-    _, layers = read_layers(folder)
-    contents = _Contents(folder, state, layers)
+    found = verify_quantized(directory)
+    contents = _Contents(Path(directory), found.state, found.layers)
     weights: dict[str, Quantized] = {}
-    for name, layer in layers.items():
+    for name, layer in contents.layers.items():
         if layer.stored == "float" or layer.bits > MAX_PACKED_BITS:
             continue
         stored = contents.weight(name)
-        if stored.scheme is None:
-            [parts] = stored.pieces.values()
-            if parts["weight"].dtype != torch.float32:
-                continue
-        codes, scale, zero = FORMS[layer.stored].read(stored)
+        if stored.scheme is None and stored.parts["weight"].dtype != torch.float32:
+            continue
+        codes, scale, zero = per_row(FORMS[layer.stored].read(stored))
         if zero is not None:
             half = 2 ** (layer.bits - 1)
             codes = codes - half
             zero = zero - half
         weights[name] = Quantized(codes, scale, zero)
     return weights
-
-
-def split(
-    weights: Mapping[str, Quantized], layers: Mapping[str, StoredLayer]
-) -> dict[str, Quantized]:
-    """What `stored_weights` gives, by the names of `by_matrix`."""
-    matrices: dict[str, Quantized] = {}
-    for name, values in weights.items():
-        names = layers[name].matrices or (name,)
-        codes = values.codes.chunk(len(names))
-        scales = values.scale.chunk(len(names))
-        # Experts with zero points are not packed.
-        for index, matrix in enumerate(names):
-            matrices[matrix] = Quantized(codes[index], scales[index], values.zero_point)
-    return matrices
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -314,7 +299,8 @@ class _Contents:
         layers: Mapping[str, StoredLayer],
     ) -> None:
         self.folder = folder
-        self._layers = layers
+        self.layers = by_matrix(layers)
+        """What the state says of each weight."""
         self._digests: Mapping[str, str] = state["tensors"]
         self._groups = _groups_of(folder, state)
         self._places = tensors_in(folder)
@@ -332,17 +318,14 @@ class _Contents:
             part = _OF_TABLES.get(part, part)
             if part.startswith("weight"):
                 weights.setdefault(owner, {})[part] = name
-        # Of each layer, by matrix, the last part of each tensor's name with the name.
-        self._parts: dict[str, dict[str, dict[str, str]]] = {}
+        # Of each layer the last part of each tensor's name, with the name.
+        self._parts: dict[str, dict[str, str]] = {}
         taken: set[str] = set()
-        for name, layer in layers.items():
+        for name, layer in self.layers.items():
             place = renamed.get(name, name)
             # Experts that are not packed are one tensor.
-            self._parts[name] = {
-                matrix: weights.get(matrix, {"weight": matrix})
-                for matrix in layer.matrices or (place,)
-            }
-            taken.update(*(parts.values() for parts in self._parts[name].values()))
+            self._parts[name] = weights.get(place, {"weight": place})
+            taken.update(self._parts[name].values())
             # The scales of a module that is tied to a table are those of the table.
             tied = (weights.get(renamed.get(other, other), {}) for other in layer.tied)
             taken.update(*(parts.values() for parts in tied))
@@ -362,13 +345,10 @@ class _Contents:
 
     def weight(self, name: str) -> StoredWeight:
         """The weight of a layer."""
-        layer = self._layers[name]
-        pieces = {
-            matrix: {part: self.tensor(tensor) for part, tensor in parts.items()}
-            for matrix, parts in self._parts[name].items()
-        }
+        layer = self.layers[name]
+        tensors = {part: self.tensor(name) for part, name in self._parts[name].items()}
         scheme = None if layer.group is None else self._groups[layer.group]
-        return StoredWeight(f"{self.folder}: {name}", layer, scheme, pieces)
+        return StoredWeight(f"{self.folder}: {name}", layer, scheme, tensors)
 
 
 def _groups_of(folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -403,8 +383,7 @@ def _checked(stored: StoredWeight) -> Tensor:
         stored.check(values)
         if stored.scheme is not None:
             return dequantize(*values)
-    [parts] = stored.pieces.values()
-    return parts["weight"]
+    return stored.parts["weight"]
 
 
 def _check_all_compared(
@@ -445,8 +424,5 @@ def _compare(
     if model is None:
         return
     expected = model.get(name)
-    if expected is not None and tensor.numel() == expected.numel():
-        # The matrices of experts come one below the other.
-        tensor = tensor.reshape(expected.shape)
     if expected is None or not torch.equal(tensor.to(expected.dtype), expected):
         raise MoQError(f"{folder}: {kind}{name} differs from the model's")

@@ -31,6 +31,7 @@ from moq_hf.export.onnx_layers import (
     target_here,
     target_of,
 )
+from moq_hf.formats.stored import per_row
 from moq_hf.grid import Grid, InputGrid, InputScale, PerChannel, PerGroup, RowBlocks
 from moq_hf.inputs import fake_quantize_input, static_scale
 from moq_hf.training.controller import MoQController
@@ -46,7 +47,7 @@ def test_a_layer_computes_what_training_does(
     scale: InputScale, bits: int, signed: bool, grid: Grid, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    weight = quantizer.quantize(torch.randn(6, 16), 8, grid)
+    weight = per_row(quantizer.quantize(torch.randn(6, 16), 8, grid))
     if weight.zero_point is not None:
         weight = weight._replace(codes=weight.codes - 128, zero_point=weight.zero_point - 128)
     bias, inputs = torch.randn(6), InputGrid(bits, scale)

@@ -16,7 +16,7 @@ from moq_hf.formats.stored import by_matrix
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.encode import matrix_names
 from moq_hf.packed.state import read_state, served_by, write_state
-from moq_hf.packed.verify import recorded, split, stored_weights
+from moq_hf.packed.verify import recorded, stored_weights
 from moq_hf.quantizer import dequantize
 
 GROUPS = {"quantize_group_size": 16}
@@ -107,7 +107,8 @@ def test_mixed_bits_have_one_scheme_and_floats_keep_the_names_of_the_model(tmp_p
         found = verify_quantized(folder, model)
         assert {layer.group for name, layer in found.layers.items() if "experts" in name} == {"experts"}
         assert torch.equal(logits(loaded(folder)), logits(model))
-    codes = stored_weights(tmp_path / "packed")["model.layers.0.mlp.experts.down_proj"].codes
+    weights = stored_weights(tmp_path / "packed")
+    codes = torch.cat([weights[f"model.layers.0.block_sparse_moe.experts.{i}.w2"].codes for i in range(4)])
     assert codes.shape == (4 * 32, 64) and set(codes.unique().tolist()) == {-2, -1, 0, 1}
     layers[PARAMETER].set_bits(32)
     found = verify_quantized(save_quantized(model, tmp_path / "some"), model)
@@ -140,7 +141,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     model = quantize_model(mixture(), at_bits(4, **GROUPS))
     save_quantized(model, tmp_path)
     model.get_parameter(PARAMETER).data[3] *= -1
-    with pytest.raises(MoQError, match=f"{PARAMETER} differs from the model's"):
+    with pytest.raises(MoQError, match=r"block_sparse_moe.experts.3.w1.weight differs from the model's"):
         verify_quantized(tmp_path, model)
     state = read_state(tmp_path)
     matrices = state["layers"][PARAMETER]["matrices"]
@@ -220,7 +221,7 @@ def test_scales_in_half_precision_and_what_servers_are_asked(tmp_path: Path) -> 
     # Servers meet the matrices, and so does the export to GGUF.
     answers = {one.server.key: one.answer for one in served_by(tmp_path)}
     assert (answers["vllm"], answers["llama.cpp"], answers["onnxruntime"]) == ("yes", "not tried", "no")
-    layer, weight = by_matrix(found.layers)[name], split(stored_weights(tmp_path), found.layers)[name]
+    layer, weight = by_matrix(found.layers)[name], stored_weights(tmp_path)[name]
     assert (layer.kind, layer.shape, layer.scales) == ("linear", (64, 32), (64, 1))
     rows = quant_layers(model)[PARAMETER].quantized_weight()[3, 64:]
     assert torch.equal(dequantize(*weight, dtype=torch.bfloat16), rows)

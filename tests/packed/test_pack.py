@@ -279,14 +279,14 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no class": (edited("config.json", lambda c: c.pop("architectures")), "architectures: '' is not a class"),
     "own class": (edited("config.json", lambda c: c.update(architectures=["Mine"])), "'Mine' is not a class"),
     "broken config": (replaced("config.json", "{"), "the config of"),
-    "other sizes": (edited("config.json", lambda c: c.update(hidden_size=32)), "is of the shape ["),
+    "other sizes": (edited("config.json", lambda c: c.update(hidden_size=32)), "size mismatch for "),
     "fewer layers": (
         edited("config.json", lambda c: c.update(num_hidden_layers=1)),
-        "does not have: bert",
+        'Unexpected key(s) in state_dict: "bert',
     ),
     "more layers": (
         edited("config.json", lambda c: c.update(num_hidden_layers=3)),
-        "missing of the model's weights",
+        "Missing key(s) in state_dict",
     ),
     "no weights": (without("model.safetensors"), "holds no weights"),
     "weights of another step": (
@@ -304,7 +304,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         in_format("ZeRO-3", swapped_ranks),
         f"{ZERO}/zero_pp_rank_1_mp_rank_00_optim_states.pt {NOT_THOSE}",
     ),
-    "no numbers": (reweighted(lambda w: w.update({QUERY: w[QUERY].long()})), f"{QUERY} is of torch.int64"),
+    "no numbers": (
+        reweighted(lambda w: w.update({QUERY: w[QUERY].long()})),
+        "not the weights that config.json describes",
+    ),
     "NaN": (reweighted(lambda w: w[QUERY][0].fill_(torch.nan)), f"{QUERY} cannot be quantized"),
     "adapters": (
         lambda folder: (
@@ -390,10 +393,10 @@ def test_what_it_cannot_write_to(checkpoint: Path, tmp_path: Path, capsys: pytes
     shutil.copy(checkpoint / "model.safetensors", tmp_path / "model")
     before = {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
     for out, more, text in (
-        (checkpoint, (), "is the checkpoint itself"),
-        (tmp_path / "file", (), "is a file"),
-        (shutil.copytree(checkpoint, tmp_path / "checkpoint-9"), (), "(trainer_state.json): name another folder"),
-        (tmp_path / "model", (), "(model.safetensors): name another folder"),
+        (checkpoint, (), "is not empty: give a new folder"),
+        (tmp_path / "file", (), "exists already"),
+        (shutil.copytree(checkpoint, tmp_path / "checkpoint-9"), (), "is not empty: give a new folder"),
+        (tmp_path / "model", (), "is not empty: give a new folder"),
         (tmp_path / "out", ("--max_shard_size", "much"), "max_shard_size: a number of bytes"),
         (tmp_path / "out", ("--max_shard_size", "0KB"), "max_shard_size: a number of bytes"),
     ):
