@@ -373,6 +373,10 @@ def _reasons(model: Description, server: Server) -> list[str]:
     ):
         instead = "classifiers of texts, tokens and images, decoders, and base models of one stack are served"
         reasons.append(f"{architecture} is not exported; {instead}")
+    if server is not TRANSFORMERS and model.layout == "gemma":
+        reasons.append(
+            "it does not know transformers' quant_method gemma; any other layout is served"
+        )
     if server is TRANSFORMERS and model.unserved is not None:
         reasons.append(
             f"it does not answer as the model did: {model.unserved}; see the proof in moq_state.json"
@@ -458,11 +462,6 @@ def _misfits(
     groups = _or(server.groups) or f"a multiple of {server.multiple}"
     instead = f"quantize_group_size {groups}, or per channel, is served"
     yield unfit, f"its groups are {groups}, not {_or(unfit.values())}", instead
-    yield (
-        codes if model.layout == "gemma" and server is not TRANSFORMERS else (),
-        "it does not know transformers' quant_method gemma",
-        "any other layout is served",
-    )
     columns = {name: weight.columns for name, weight in codes.items()}
     rows = {name: weight.rows for name, weight in codes.items()}
     for what, multiple, counts in (

@@ -1,11 +1,13 @@
 """The proof that an exported model answers as the checkpoint does: the data, the checkpoint's answers, the metrics."""
 
+import contextlib
 import copy
+import functools
 import inspect
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,12 @@ import transformers
 from torch import Tensor, nn
 
 from .. import quantizer
-from ..errors import MoQError, explained, listed, require
-from ..grid import InputGrid
-from ..inputs import fake_quantize_input, static_scale
+from ..errors import MoQError, check_choice, explained, listed, require
 from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
 from ..packed.load_check import quiet
 from ..packed.pack import model_class, read_config
-from ..packed.state import served_by
+from ..packed.state import check_taken
 from ..packed.verify import Verification, stored_weights, verify_quantized
 from ..serving import ONNX
 
@@ -91,12 +91,9 @@ def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
     Raises:
         MoQError: There is no such file, or a line is no such row; names the line.
     """
-    if task is not None and task not in GLUE:
-        raise MoQError(f"task {task!r} is none of GLUE's: {', '.join(GLUE)}")
-    try:
+    check_choice("task", task, (None, *GLUE))
+    with explained(f"cannot read {path}"):
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise MoQError(f"cannot read {path}: {error}") from error
     rows: list[tuple[tuple[str, ...], Any]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -147,10 +144,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         MoQError: It is damaged, is of a kind that is not exported, or has no tokenizer.
     """
     verified = verify_quantized(directory)
-    # What `moq-hf inspect` says is what is exported.
-    for found in served_by(directory):
-        if found.server is ONNX and found.reasons:
-            raise MoQError(f"{directory}: {'; '.join(found.reasons)}")
+    check_taken(directory, ONNX)
     model = load_floats(directory, attn_implementation="eager", dtype=torch.float32)
     if model.main_input_name not in ("input_ids", "pixel_values"):
         raise MoQError(
@@ -213,14 +207,11 @@ class Comparison:
     Attributes:
         largest_difference: Of the outputs, over all pictures, or sentences and their
             tokens that are not padding.
-        from_same_arithmetic: The same against PyTorch with the activations rounded as
-            the exported model rounds them; None where it rounds none.
         agreement: Share of equal predictions; None where the model predicts no class.
         metrics: GLUE metrics, where the data has labels.
     """
 
     largest_difference: float
-    from_same_arithmetic: float | None
     agreement: float | None
     metrics: dict[str, float]
 
@@ -269,74 +260,39 @@ class Reference:
         self._answers = self._run()
         self.metrics = self._metrics(self._answers)
 
-    def rounded(
-        self, grids: Mapping[str, InputGrid], ranges: Mapping[str, float]
-    ) -> Tensor:
-        """Give the answers with the inputs of these layers rounded; `ranges` are those of a static scale."""
-
-        def round_input(name: str, value: Tensor) -> Tensor:
-            grid = grids[name]
-            scale = None
-            if name in ranges:
-                scale = static_scale(torch.tensor([ranges[name]]), grid.bits)
-            return fake_quantize_input(value, grid, scale)
-
-        return self._run(list(grids), round_input)
-
     def largest_inputs(self, layers: Sequence[str]) -> dict[str, float]:
         """Give the largest magnitude of the inputs of each of these layers, padding included."""
         largest = dict.fromkeys(layers, 0.0)
 
-        def note(name: str, value: Tensor) -> Tensor:
-            largest[name] = max(largest[name], float(value.abs().amax()))
-            return value
+        def note(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+            largest[name] = max(largest[name], float(args[0].abs().amax()))
 
-        self._run(layers, note)
+        with contextlib.ExitStack() as hooks:
+            for name in layers:
+                module = self._model.get_submodule(name)
+                hook = module.register_forward_pre_hook(functools.partial(note, name))
+                hooks.callback(hook.remove)
+            self._run()
         return largest
 
-    def prove(
-        self, outputs: Sequence[Tensor], simulated: Tensor | None = None
-    ) -> Comparison:
-        """Compare the answers of an exported model.
-
-        Args:
-            outputs: Its first output for each of `batches`.
-            simulated: PyTorch's answers with the exported model's arithmetic, where
-                that differs.
-        """
+    def prove(self, outputs: Sequence[Tensor]) -> Comparison:
+        """Compare the answers of an exported model: its first output for each of `batches`."""
         rows = self._rows(outputs)
         answers = self._answers
         difference = float((rows - answers).abs().max())
-        same = None if simulated is None else float((rows - simulated).abs().max())
         agreement = None
         if self._predicts and rows.shape[-1] > 1:
             is_equal = rows.argmax(-1) == answers.argmax(-1)
             agreement = float(is_equal.double().mean())
-        return Comparison(difference, same, agreement, self._metrics(rows))
+        return Comparison(difference, agreement, self._metrics(rows))
 
-    def _run(
-        self,
-        layers: Sequence[str] = (),
-        change: Callable[[str, Tensor], Tensor] = lambda name, value: value,
-    ) -> Tensor:
-        """Give the answers to all batches, where the inputs of `layers` go through `change`."""
-
-        def hook(name: str) -> Callable[..., Any]:
-            return lambda module, args: (change(name, args[0]), *args[1:])
-
-        handles = [
-            self._model.get_submodule(name).register_forward_pre_hook(hook(name))
-            for name in layers
-        ]
-        try:
-            with (
-                torch.inference_mode(),
-                explained(f"the checkpoint cannot answer the {self.compared}"),
-            ):
-                outputs = [self._model(**batch) for batch in self.batches]
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _run(self) -> Tensor:
+        """Give the answers to all batches."""
+        with (
+            torch.inference_mode(),
+            explained(f"the checkpoint cannot answer the {self.compared}"),
+        ):
+            outputs = [self._model(**batch) for batch in self.batches]
         self._predicts = "logits" in outputs[0]
         return self._rows([output[0] for output in outputs])
 

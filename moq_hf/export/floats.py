@@ -1,18 +1,13 @@
 """`export_floats`: a packed checkpoint as floats on their grid, for programs that read ordinary folders alone."""
 
 import os
-import shutil
 from pathlib import Path
 
 from ..errors import MoQError
-from ..packed.files import ADAPTER, CONFIGS, WEIGHTS, new_path, staged
+from ..packed.files import ADAPTER, copy_tokenizer, new_path, staged
 from ..packed.load_check import quiet
-from ..packed.state import STATE_NAME
 from ..packed.verify import verify_quantized
 from .compare import load_floats
-
-# What describes the packed folder or the run, not the model.
-_LEFT = (STATE_NAME, "README.md", "training_args.bin")
 
 
 def export_floats(
@@ -21,7 +16,7 @@ def export_floats(
     """Write the weights of a packed checkpoint as floats, which keep the values that their grids gave them.
 
     Any program that reads folders of transformers reads it, such as llama.cpp's
-    converter. Tokenizer and the like are copied.
+    converter. The tokenizer is copied.
 
     Args:
         directory: What `save_quantized` wrote.
@@ -45,13 +40,5 @@ def export_floats(
         model = load_floats(folder, dtype="auto")
         with staged(target) as staging:
             model.save_pretrained(staging)
-            for path in folder.iterdir():
-                if (
-                    path.is_file()
-                    and path.suffix != ".png"
-                    and path.name not in _LEFT
-                    and not WEIGHTS.match(path.name)
-                    and not CONFIGS.fullmatch(path.name)
-                ):
-                    shutil.copy(path, staging)
+            copy_tokenizer(folder, staging)
     return Path(out)

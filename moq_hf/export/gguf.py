@@ -34,11 +34,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import MoQError, listed, one_line, require
-from ..formats.stored import MAX_PACKED_BITS, StoredLayer, by_matrix, per_weight
+from ..errors import MoQError, explained, listed, require
+from ..formats.stored import StoredLayer, by_matrix, per_weight
 from ..packed.files import new_path, staged
+from ..packed.state import check_taken
 from ..packed.verify import recorded, stored_weights
 from ..quantizer import Quantized, dequantize
+from ..serving import GGUF
 from ..text import progress
 from .floats import export_floats
 
@@ -187,7 +189,11 @@ def _export(directory: Path, out: Path, source: Path) -> GgufExport:
         if layer.stored != "float"
     }
     layers = by_matrix(stored)
-    _check_grids(os.fspath(directory), layers)
+    if not layers:
+        raise MoQError(
+            f"{directory}: no layer is quantized yet, so there are no integers to write"
+        )
+    check_taken(directory, GGUF)
     read = _Base(source)
     places = read.places_of(list(layers))
     weights = {
@@ -221,31 +227,6 @@ def _export(directory: Path, out: Path, source: Path) -> GgufExport:
         layers={name: kinds[place] for name, place in places.items()},
         weight_error=max(errors, default=0.0),
     )
-
-
-def _check_grids(directory: str, layers: Mapping[str, StoredLayer]) -> None:
-    """Check that there is a block for each grid.
-
-    Raises:
-        MoQError: Some grids fit none, or there is nothing to write; names all layers by
-            what does not fit.
-    """
-    if not layers:
-        raise MoQError(
-            f"{directory}: no layer is quantized yet, so there are no integers to write"
-        )
-    misfits: dict[str, list[str]] = {}
-    for name, layer in layers.items():
-        try:
-            kind_of(layer)
-        except MoQError as error:
-            misfits.setdefault(str(error), []).append(name)
-    if misfits:
-        lines = [f"{what}: {listed(names)}" for what, names in misfits.items()]
-        raise MoQError(
-            f"{directory}: GGUF has blocks of 32 columns of up to 8 bits, asymmetric up to 4; they do not fit "
-            f"{'; '.join(lines)}"
-        )
 
 
 def _expert_of(layer: str) -> int:
@@ -309,25 +290,12 @@ class Blocks(NamedTuple):
 def kind_of(layer: StoredLayer) -> str:
     """The type of block that holds a layer.
 
-    Raises:
-        MoQError: None does; says what of the grid does not fit.
-
     >>> kind_of(StoredLayer("linear", 3, "packed", (8, 64), (8, 2), True, 0, 0, 0.0))
     'Q4_0'
     """
-    columns = layer.shape[1]
-    size = columns // layer.scales[1]
-    if layer.bits > MAX_PACKED_BITS:
-        raise MoQError(f"{layer.bits} bits")
-    if size % _SIZE:
-        raise MoQError(
-            f"{columns} columns" if size == columns else f"groups of {size} columns"
-        )
-    if layer.bits <= 4:
-        return "Q4_0" if layer.symmetric else "Q4_1"
-    if not layer.symmetric:
-        raise MoQError(f"asymmetric at {layer.bits} bits")
-    return "Q8_0"
+    if layer.bits > 4:
+        return "Q8_0"
+    return "Q4_0" if layer.symmetric else "Q4_1"
 
 
 def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
@@ -335,7 +303,7 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
 
     Args:
         stored: As `stored_weights` gives them.
-        layer: Its state, for which `kind_of` gives a type.
+        layer: Its state.
         where: What an error names.
 
     Raises:
@@ -401,7 +369,7 @@ class _Base:
         import gguf
 
         self._path = path
-        try:
+        with explained(f"the base {path} cannot be read as a GGUF file of a model"):
             reader = gguf.GGUFReader(path)
             self.tensors: dict[str, Any] = {
                 tensor.name: tensor for tensor in reader.tensors
@@ -413,10 +381,6 @@ class _Base:
             known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
             blocks = self._keys[f"{self._architecture}.block_count"]
             self._names = gguf.get_tensor_name_map(known[self._architecture], blocks)
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise MoQError(
-                f"the base {path} cannot be read as a GGUF file of a model: {one_line(error)}"
-            ) from error
         self._fields = _copied(reader)
         if self._keys.get("split.count", 0) > 1:
             raise MoQError(f"the base {path} is a part of a file: give the whole one")
@@ -479,17 +443,13 @@ class _Base:
         exact = dequantize(*stored).numpy()
         # The converter cuts off the rows of a table that belong to no word.
         rows = len(floats) if place in _BY_WORD else len(exact)
-        if floats.shape != exact[:rows].shape:
-            raise MoQError(
-                f"the base {self._path} is of another model: {place} is {list(floats.shape)}, and {name} is "
-                f"{list(exact.shape)}; {_HINT}"
-            )
-        for order in self._orders(rows):
+        orders = self._orders(rows) if floats.shape == exact[:rows].shape else ()
+        for order in orders:
             if np.allclose(floats, exact[order], rtol=_RELATIVE, atol=_ABSOLUTE):
                 return blocks_of(stored, layer, name).reordered(order)
         raise MoQError(
-            f"the base {self._path} is of other weights: {place} differs from {name} by "
-            f"{np.abs(floats - exact[:rows]).max():.3g}, and no order of rows that llama.cpp knows agrees; {_HINT}"
+            f"the base {self._path} is of another model, or of other weights: {place} is not {name} in any order of "
+            f"rows that llama.cpp knows; {_HINT}"
         )
 
     def _orders(self, rows: int) -> Iterator[NDArray[np.int64]]:

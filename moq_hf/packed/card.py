@@ -228,9 +228,7 @@ def _inputs(saved: Verification) -> str:
 
 
 def _loading(name: str, folder: Path, saved: Verification) -> str:
-    if saved.state.get("by_hand") or (
-        saved.proof is not None and saved.proof.agrees is False
-    ):
+    if saved.loads_by_hand:
         return _BY_HAND
     cls, load = how_to_load(folder, name)
     module = "the_module_that_defines_it"

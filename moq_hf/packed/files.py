@@ -27,6 +27,11 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(
     r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
 )
+# The files of a tokenizer or processor, and others that end like them.
+_TOKENIZER = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe")
+_OTHERS = re.compile(
+    rf"{CONFIGS.pattern}|.*\.index\.json|(trainer|moq)_state\.json|(generation|adapter)_config\.json"
+)
 _UNFINISHED = "no packed checkpoint, or one whose saving was interrupted"
 
 
@@ -122,6 +127,25 @@ def read_document(path: Path) -> dict[str, Any]:
         return read_json(path)
     except FileNotFoundError:
         raise MoQError(f"{path} is missing: {_UNFINISHED}") from None
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """What a folder has of a tokenizer or a processor."""
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.name == "additional_chat_templates"
+        or (path.suffix in _TOKENIZER and not _OTHERS.fullmatch(path.name))
+    ]
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy what a folder has of a tokenizer or a processor."""
+    for path in tokenizer_files(source):
+        if path.is_dir():
+            shutil.copytree(path, target / path.name)
+        else:
+            shutil.copyfile(path, target / path.name)
 
 
 def new_path(out: str | os.PathLike[str]) -> Path:

@@ -1,9 +1,9 @@
 """`moq-hf pack`: the packed model of a run's checkpoint, made by one process that never holds the whole model."""
 
 import contextlib
+import functools
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,23 +32,20 @@ from .checkpoint_weights import (
     zero_folder,
     zero_weights,
 )
-from .files import CONFIG, INDEX, SINGLE, bytes_in, new_path
+from .files import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    bytes_in,
+    copy_tokenizer,
+    new_path,
+    tokenizer_files,
+)
 from .save import SaveOptions, deliver
 
 logger = logging.getLogger(__name__)
 
 _SHARDS = f"{FSDP_MODEL}_0"
-# JSON and text files of a checkpoint that are not the tokenizer's or processor's.
-_OTHERS = {
-    CONFIG,
-    INDEX,
-    STATE_FILE,
-    "generation_config.json",
-    "adapter_config.json",
-    "README.md",
-    "latest",
-}
-_TOKENIZER = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe")
 
 
 def pack_checkpoint(
@@ -156,10 +153,6 @@ def _weights_of(folder: Path) -> Weights:
         return safetensors_weights(folder)
     if (folder / _SHARDS).is_dir():
         return distributed_weights(folder / _SHARDS)
-    if any(folder.glob(f"{_SHARDS}_rank*.bin")):
-        raise MoQError(
-            f"{folder}: Accelerate saved the shards without torch.distributed.checkpoint: not to be read here"
-        )
     zero = zero_folder(folder)
     if zero is not None:
         return zero_weights(zero)
@@ -264,21 +257,9 @@ def _float_metrics(folder: Path) -> dict[str, Any] | None:
 
 def _processing_class(folder: Path, model: str | None) -> Any:
     """Find the tokenizer or processor of the checkpoint; failing that, of the model that was named; or None."""
-    files = [
-        p
-        for p in sorted(folder.iterdir())
-        if p.suffix in _TOKENIZER and p.is_file() and p.name not in _OTHERS
-    ]
-    if files:
-        templates = folder.glob("additional_chat_templates")
-
-        def copy_files(target: Path) -> None:
-            for path in files:
-                shutil.copyfile(path, target / path.name)
-            for path in templates:
-                shutil.copytree(path, target / path.name)
-
-        return SimpleNamespace(save_pretrained=copy_files)
+    if tokenizer_files(folder):
+        copied = functools.partial(copy_tokenizer, folder)
+        return SimpleNamespace(save_pretrained=copied)
     if model is None:
         return None
     try:

@@ -224,7 +224,7 @@ def deliver(
         reason = one_line(error, named=not isinstance(error, MoQError))
         saved = saving.save_by_hand(reason)
     folder = saving.target
-    if saved.state["by_hand"] or (saved.proof and saved.proof.agrees is False):
+    if saved.loads_by_hand:
         load = f'model.load_state_dict(load_file("{folder / SINGLE}"))'
     else:
         _, load = how_to_load(folder, str(folder))

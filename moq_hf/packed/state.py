@@ -9,19 +9,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import torch
 from pydantic import Field
+from typing_extensions import TypedDict
 
 from .. import serving
 from ..config import MoQConfig
-from ..errors import MoQError, read_as, show, write_json
+from ..config_fields import Count, Flag, Positive, Weight
+from ..errors import MoQError, explained, read_as, show, write_json
 from ..formats.stored import StoredLayer, by_matrix
 from ..formats.table import has_codes
 from ..inputs import ranges_of
 from ..quant_linear import QuantLayer
 from ..training.controller import MoQController
+from ..training.resume import Range, SavedBits, Unit
 from ..version import __version__
 from .files import CONFIG, read_document
 from .load_check import Proof
@@ -29,6 +32,47 @@ from .load_check import Proof
 STATE_NAME = "moq_state.json"
 # Format 1 was 0.1.0's and is not read.
 STATE_FORMAT = 2
+
+
+class Switched(TypedDict):
+    """A block's change of precision."""
+
+    step: Positive
+    block: str
+    before: SavedBits
+    bits: SavedBits
+    eigenvalue: Unit | None
+
+
+class Counted(TypedDict):
+    """How many parameters are quantized, how many there are, and how many bits they have on average."""
+
+    quantized: Positive
+    total: Positive
+    mean_bits: Weight
+
+
+class State(TypedDict):
+    """The keys of `moq_state.json` that are checked when it is read; its digest only guards against accidents."""
+
+    tensors: dict[str, str]
+    config_json: str | None
+    versions: dict[str, Any]
+    config: dict[str, Any]
+    step: Count | None
+    history: list[Switched]
+    layers: Annotated[dict[str, StoredLayer], Field(min_length=1)]
+    names: NotRequired[dict[str, str] | None]
+    input_ranges: NotRequired[dict[str, Range] | None]
+    metrics: NotRequired[dict[str, Any] | None]
+    float_metrics: NotRequired[dict[str, Any] | None]
+    parameters: Counted
+    float_bytes: Positive
+    files: NotRequired[list[str]]
+    needs: NotRequired[dict[str, str]]
+    groups: NotRequired[dict[str, Any] | None]
+    rounds_inputs: NotRequired[Flag]
+    proof: NotRequired[Proof | None]
 
 
 def state_of(
@@ -125,10 +169,8 @@ def record_metrics(
     state["metrics"] = clean_metrics(metrics)
     if float_metrics is not None:
         state["float_metrics"] = clean_metrics(float_metrics)
-    try:
+    with explained(f"cannot write {folder / STATE_NAME}"):
         write_state(folder, state)
-    except OSError as error:
-        raise MoQError(f"cannot write {folder / STATE_NAME}: {error}") from error
 
 
 def clean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,18 +245,27 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
     """The state of a packed checkpoint, and its layers.
 
     Raises:
-        MoQError: A value of a layer is not of the type or in the range of what is
-            written; names the file and the key.
+        MoQError: A value is not of the type or in the range of what is written; names
+            the file and the key.
     """
     state = read_state(folder)
-    kind = Annotated[dict[str, StoredLayer], Field(min_length=1)]
-    where = str(folder / STATE_NAME)
-    return state, read_as(kind, state.get("layers"), where, "layers")
+    return state, read_as(State, state, str(folder / STATE_NAME))["layers"]
 
 
 def proof_in(state: Mapping[str, Any]) -> Proof | None:
     """The proof in a state that was read; None if nothing was tried."""
     return Proof(**state["proof"]) if state.get("proof") else None
+
+
+def check_taken(directory: Path, server: serving.Server) -> None:
+    """Check that a packed checkpoint can be exported; `moq-hf inspect` says the same.
+
+    Raises:
+        MoQError: The server does not take it; has the reasons.
+    """
+    for found in served_by(directory):
+        if found.server is server and found.reasons:
+            raise MoQError(f"{directory}: {'; '.join(found.reasons)}")
 
 
 def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:

@@ -73,6 +73,12 @@ class Verification:
         """Size of the same tensors in float."""
         return cast(int, self.state["float_bytes"])
 
+    @property
+    def loads_by_hand(self) -> bool:
+        """Whether `from_pretrained` does not make the model that was evaluated."""
+        fails = self.proof is not None and self.proof.agrees is False
+        return fails or bool(self.state.get("by_hand"))
+
     def __str__(self) -> str:
         return self.table()
 

@@ -136,7 +136,7 @@ def test_the_fastest_file_that_is_accurate_enough(
     before: dict[str, float], int8: dict[str, float], weight_only: dict[str, float], max_loss: float, best: str | None
 ) -> None:
     engines = {
-        name: Measured(10**6, {"1 x 16": 100 / speed}, speed, Comparison(difference, None, 0.5, metrics), command)
+        name: Measured(10**6, {"1 x 16": 100 / speed}, speed, Comparison(difference, 0.5, metrics), command)
         for name, speed, difference, metrics, command in (
             ("PyTorch", 1.0, 0.0, before, ""),
             ("int8", 6.0, 0.25, int8, "model_int8.onnx"),

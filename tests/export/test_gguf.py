@@ -182,10 +182,9 @@ def test_position_tables_keep_the_bases_floats(tmp_path: Path, monkeypatch: pyte
 
 def test_grids_that_do_not_fit_are_one_error_before_anything_is_written(tmp_path: Path, base: Path) -> None:
     folder = packed(tmp_path / "packed", llama(), [4, 9], quantize_group_size=16)
-    with pytest.raises(MoQError, match="blocks of 32 columns") as raised:
+    with pytest.raises(MoQError, match=r"its groups are a multiple of 32, not 16 \(model.layers") as raised:
         export_gguf(folder, tmp_path / "out.gguf", base)
-    assert "groups of 16 columns: model.layers.0.self_attn.q_proj, " in str(raised.value)
-    assert "; 9 bits: model.layers.0.self_attn.k_proj, " in str(raised.value)
+    assert "its kernels take 1, 2, 3, 4, 5, 6, 7 or 8 bits, not 9 (model.layers" in str(raised.value)
     assert not (tmp_path / "out.gguf").exists()
 
 
@@ -198,16 +197,12 @@ def test_a_base_of_another_model_is_refused(tmp_path: Path, checkpoint: Path, ba
         assert list(tmp_path.glob("*out*")) == []
 
     model = hf.AutoModelForCausalLM.from_pretrained(base.with_suffix(".floats"))
-    refused(
-        write_base(llama(1), tmp_path / "seed.gguf"), "is of other weights: blk.0.attn_q.weight differs from model.l"
-    )
+    refused(write_base(llama(1), tmp_path / "seed.gguf"), "or of other weights: blk.0.attn_q.weight is not model.l")
     larger = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SHAPE, "intermediate_size": 160}))
     for name, tensor in model.state_dict().items():
         if "mlp" not in name:
             larger.get_parameter(name).data.copy_(tensor)
-    refused(
-        write_base(larger, tmp_path / "larger.gguf"), r"of another model: blk.0.ffn_gate.weight is \[160, 64\], and mo"
-    )
+    refused(write_base(larger, tmp_path / "larger.gguf"), "is of another model, .* blk.0.ffn_gate.weight is not mo")
     lacking = write_base(model, tmp_path / "lacking.gguf", without=("blk.1.ffn_up.weight",))
     refused(lacking, "has no tensor for model.layers.1.mlp.up_proj:")
     refused(write_base(model, tmp_path / "q8.gguf", Kind.Q8_0), "holds Q8_0: it must be in floats")
@@ -218,7 +213,7 @@ def test_a_base_of_another_model_is_refused(tmp_path: Path, checkpoint: Path, ba
     # The same weights with one row moved, in float and so that no known order agrees.
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.copy_(model.model.layers[0].self_attn.q_proj.weight.roll(1, 0))
-    refused(write_base(model, tmp_path / "rows.gguf"), "no order of rows that llama.cpp knows agrees")
+    refused(write_base(model, tmp_path / "rows.gguf"), "in any order of rows that llama.cpp knows")
 
 
 def test_a_tied_head_with_other_codes_than_its_table(tmp_path: Path, checkpoint: Path, base: Path) -> None:
@@ -235,6 +230,7 @@ def test_experts_share_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     layers = dict.fromkeys(names, layer)
     monkeypatch.setattr(gguf_module, "recorded", lambda folder: SimpleNamespace(layers=layers, state={}))
     monkeypatch.setattr(gguf_module, "stored_weights", lambda folder: dict(weights))
+    monkeypatch.setattr(gguf_module, "check_taken", lambda folder, server: None)
     writer = gguf.GGUFWriter(tmp_path / "base.gguf", "llama")
     writer.add_block_count(1)
     floats = np.stack([quantizer.dequantize(*weights[name]).numpy() for name in names])

@@ -1,14 +1,13 @@
 """The blocks hold the integers: gguf's own reader of blocks gives code * scale, for every kind of grid."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from moq_hf import MoQError, quantizer
-from moq_hf.export.gguf import blocks_of, kind_of
+from moq_hf.export.gguf import blocks_of
 from moq_hf.formats.stored import StoredLayer
 from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
 from moq_hf.quantizer import Quantized
@@ -80,15 +79,3 @@ def test_scales_that_float16_cannot_hold() -> None:
     stored = stored._replace(zero_point=zero + 15)
     with pytest.raises(MoQError, match=r"a scale of 6e\+04 does not fit"):
         blocks_of(stored, layer_of(stored, 4), "blk")
-
-
-def test_what_does_not_fit() -> None:
-    _, fits = quantized(4, PerGroup(64))
-    for change, what in (
-        ({"bits": 9}, "9 bits"),
-        ({"scales": (8, 8)}, "groups of 16 columns"),
-        ({"shape": (8, 48), "scales": (8, 1)}, "48 columns"),
-        ({"bits": 5, "symmetric": False}, "asymmetric at 5 bits"),
-    ):
-        with pytest.raises(MoQError, match=what):
-            kind_of(replace(fits, **change))

@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
-from onnx_layer import export_layer
+from onnx_layer import export_layer, from_same_arithmetic
 from packed_bert import SHAPE, TOKENIZER, checkpoint, config_of
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, set_seed
 
@@ -229,8 +229,8 @@ def test_trained_ranges_are_those_of_the_files(trained: tuple[Path, dict[str, fl
         found = scalars(tmp_path / "out" / name)
         assert found and found == {key: expected[key] for key in found}
     for flavor in ("int8", "qdq"):
-        same = export.proofs[flavor].from_same_arithmetic
-        assert same is not None and same < 1e-5 < export.proofs[flavor].largest_difference
+        same = from_same_arithmetic(folder, export, flavor)  # type: ignore[arg-type]
+        assert same < 1e-5 < export.proofs[flavor].largest_difference
     graph = onnx.load(tmp_path / "out" / "model_qdq.onnx").graph
     assert {node.domain for node in graph.node} <= {"", "ai.onnx"}
     assert {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in graph.node}
@@ -248,8 +248,7 @@ def test_what_is_asked_for_is_written(
 ) -> None:
     export = export_onnx(trained[0], tmp_path / "out", flavors=["int8"], cpu="avx2", **asked)
     assert export.activations == {"int8": words}
-    same = export.proofs["int8"].from_same_arithmetic
-    assert same is not None and same < 1e-4
+    assert from_same_arithmetic(trained[0], export, "int8", scale=asked.get("activation_scale")) < 1e-4
 
 
 def test_without_training_a_static_range_is_measured_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -261,8 +260,7 @@ def test_without_training_a_static_range_is_measured_and_said(tmp_path: Path, ca
     assert found.activations == {"int8": "static, 8 bits, ranges measured, for avx2"}
     (message,) = caplog.messages
     assert "no ranges of the activations were trained" in message and "of the sentences compared" in message
-    same = found.proofs["int8"].from_same_arithmetic
-    assert same is not None and same < 1e-4
+    assert from_same_arithmetic(source, found, "int8", scale="static") < 1e-4
 
 
 def test_a_file_with_signed_weights_refuses_where_products_saturate(

@@ -333,17 +333,9 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no metadata": (in_format("FSDP2", without(f"{DCP}/.metadata")), ".metadata cannot be read"),
     "a process missing": (in_format("FSDP2", without(f"{DCP}/__0_0.distcp")), "cannot be read"),
     "a process cut off": (in_format("FSDP2", cut(f"{DCP}/__0_0.distcp")), "cannot be read"),
-    "another program's shards": (
-        in_format("FSDP2", lambda f: ((f / DCP).rename(f / "x"), (f / f"{DCP}_rank0.bin").touch())),
-        "without torch.distributed.checkpoint",
-    ),
     "no ZeRO folder": (in_format("ZeRO-1", replaced("latest", "global_step9")), "names 'global_step9'"),
     "ZeRO elsewhere": (in_format("ZeRO-1", replaced("latest", "../x")), "names '../x'"),
     "ZeRO cut off": (in_format("ZeRO-1", cut(f"{ZERO}/mp_rank_00_model_states.pt")), "model_states.pt is damaged"),
-    "ZeRO with tensor parallelism": (
-        in_format("ZeRO-1", lambda f: (f / ZERO / "mp_rank_01_model_states.pt").touch()),
-        "tensor parallelism",
-    ),
     "ZeRO-3 without its first": (
         in_format("ZeRO-3", without(f"{ZERO}/zero_pp_rank_0_mp_rank_00_model_states.pt")),
         "zero_pp_rank_0_mp_rank_00_model_states.pt is missing",
