@@ -319,8 +319,8 @@ def _grid_of_int8(
     checkpoint: Checkpoint, bits: int | None, scale: InputScale | None
 ) -> InputGrid:
     """How the int8 flavor rounds inputs: as asked for, else as trained, else by one scale for a tensor."""
-    config = checkpoint.verified.state.get("config")
-    trained = config and MoQConfig.from_dict(config).activations.grid
+    config = MoQConfig.from_dict(checkpoint.verified.state["config"])
+    trained = config.activations.grid
     if not trained or trained.scale not in INT8_SCALES:
         trained = InputGrid(8, "per_tensor")
     grid = InputGrid(
@@ -549,18 +549,17 @@ def prepare(
         elif rounding is None or not multiplies_integers(module, weight):
             layer = OnnxLinear(weight, module.bias)
         else:
-            largest = rounding.range_of(name)
             exact = is_exact_signed(weight.codes, rounding.grid.bits)
             signed = rounding.target == "vnni" or exact
             guarded |= signed and not exact
             stored[name] = "int8" if signed else "uint8"
             if flavor == "int8":
+                largest = rounding.ranges.get(name)
                 layer = OnnxInt8Linear(
                     weight, module.bias, rounding.grid, largest, signed
                 )
             else:
-                assert largest is not None
-                layer = OnnxQdqLinear(weight, module.bias, largest)
+                layer = OnnxQdqLinear(weight, module.bias, rounding.ranges[name])
         copied.set_submodule(name, layer)
     return Prepared(copied.eval(), stored, guarded)
 

@@ -78,10 +78,6 @@ class Rounding:
         cpus = "" if self.grid.scale == "per_block" else f", for {self.target}"
         return f"{self.grid.scale}, {self.grid.bits} bits{ranges}{cpus}"
 
-    def range_of(self, name: str) -> Tensor | None:
-        """The range of a layer's inputs, a float32 scalar; None where the inputs themselves say it."""
-        return torch.tensor(self.ranges[name]) if self.grid.scale == "static" else None
-
 
 def target_of(cpu: str, architecture: str) -> Target:
     """The target that suits a machine: "vnni" where products of 8 bits are exact, as they are on ARM too.
@@ -284,7 +280,7 @@ class OnnxInt8Linear(_StoredLinear):
             points, one per row.
         bias: `[out_features]`, or None.
         grid: The grid of the input.
-        largest: The range of a static scale, a float32 scalar.
+        largest: The range of a static scale.
         signed: Whether the weights are stored signed.
     """
 
@@ -298,7 +294,7 @@ class OnnxInt8Linear(_StoredLinear):
         weight: Quantized,
         bias: Tensor | None,
         grid: InputGrid,
-        largest: Tensor | None,
+        largest: float | None,
         signed: bool,
     ) -> None:
         codes, scale, zero = weight
@@ -308,7 +304,9 @@ class OnnxInt8Linear(_StoredLinear):
         bits = grid.bits
         # The value of one code of the input; that of a token's scale is multiplied in
         # later.
-        step = torch.ones(()) if largest is None else static_scale(largest, bits)
+        step = torch.ones(())
+        if largest is not None:
+            step = static_scale(torch.tensor(largest), bits)
         super().__init__(
             codes=(codes.T + shift).to(dtype),
             scale=scale[:, 0],
@@ -466,14 +464,14 @@ class OnnxQdqLinear(_StoredLinear):
         weight: Signed codes `[out_features, in_features]`, their scales and zero
             points, one per row.
         bias: `[out_features]`, or None.
-        largest: The range of the input, a float32 scalar: codes have 8 bits.
+        largest: The range of the input: codes have 8 bits.
     """
 
     zero_point: Tensor
     step: Tensor
     middle: Tensor
 
-    def __init__(self, weight: Quantized, bias: Tensor | None, largest: Tensor) -> None:
+    def __init__(self, weight: Quantized, bias: Tensor | None, largest: float) -> None:
         codes, scale, zero = weight
         zero = torch.zeros_like(scale) if zero is None else zero
         super().__init__(
@@ -481,7 +479,7 @@ class OnnxQdqLinear(_StoredLinear):
             scale=scale[:, 0],
             zero_point=zero[:, 0].to(torch.int8),
             bias=bias,
-            step=static_scale(largest, 8),
+            step=static_scale(torch.tensor(largest), 8),
             middle=torch.tensor(0, dtype=torch.int8),
         )
 

@@ -10,6 +10,7 @@ its own dtype.
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,21 +36,19 @@ class Spec(NamedTuple):
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
 class Weights(Mapping[str, Tensor]):
     """The weights in a checkpoint, by name; each is read when it is asked for, and not kept.
 
-    Args:
+    Attributes:
         place: Where they are, for messages.
         specs: Shape and dtype of each.
         read: Gives one, on the CPU.
     """
 
-    def __init__(
-        self, place: Path, specs: Mapping[str, Spec], read: Callable[[str], Tensor]
-    ) -> None:
-        self.place = place
-        self.specs = specs
-        self._read = read
+    place: Path
+    specs: Mapping[str, Spec]
+    read: Callable[[str], Tensor]
 
     def __getitem__(self, name: str) -> Tensor:
         """One tensor, on the CPU.
@@ -59,7 +58,7 @@ class Weights(Mapping[str, Tensor]):
         """
         # Whatever a file that is not what it was makes a library raise.
         with explained(f"{self.place}: {name} cannot be read"):
-            return self._read(name)
+            return self.read(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
@@ -68,7 +67,7 @@ class Weights(Mapping[str, Tensor]):
         return len(self.specs)
 
     def renamed(
-        self, names: Mapping[str, str], on_read: Callable[[], Any] = lambda: None
+        self, names: Mapping[str, str], on_read: Callable[[], Any]
     ) -> "Weights":
         """The same under other names.
 
@@ -80,7 +79,7 @@ class Weights(Mapping[str, Tensor]):
 
         def read(name: str) -> Tensor:
             on_read()
-            return self._read(names[name])
+            return self.read(names[name])
 
         return Weights(self.place, specs, read)
 

@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
@@ -50,14 +49,13 @@ class Proof:
         tokens: How many tokens each of the two generated for the comparison; None where
             the model in memory does not generate.
         reason: Why it does not agree, or why that is not known; None if it does.
-        seconds: How long it took.
         inputs: What both computed with where training rounds the inputs of layers:
             "rounded", as the files say, or "float", since they cannot say so; None
             where training does not.
 
-    >>> print(Proof(True, 4, 0.0, 8, None, 0.1))
+    >>> print(Proof(True, 4, 0.0, 8, None))
     Verified: loaded with plain transformers, the saved model gives identical outputs (4 examples, 8 generated tokens)
-    >>> print(Proof(False, 4, 0.5, None, "outputs differ by 0.5, first in classifier", 0.1))
+    >>> print(Proof(False, 4, 0.5, None, "outputs differ by 0.5, first in classifier"))
     The saved model is NOT what was evaluated: outputs differ by 0.5, first in classifier
     """
 
@@ -66,7 +64,6 @@ class Proof:
     largest_difference: float | None
     tokens: int | None
     reason: str | None
-    seconds: float
     inputs: Literal["rounded", "float"] | None = None
 
     def __str__(self) -> str:
@@ -116,7 +113,6 @@ class ReferenceOutputs:
         inputs: Mapping[str, Any],
         autocast: torch.dtype | None = None,
     ) -> None:
-        began = time.perf_counter()
         self.model = uncompiled(model)
         self._device = next(self.model.parameters()).device
         self._autocast = autocast
@@ -148,7 +144,6 @@ class ReferenceOutputs:
         finally:
             for layer, rounded in rounding.items():
                 layer.moq.inputs = rounded
-        self.seconds = time.perf_counter() - began
 
     def _answers_of(self, model: nn.Module) -> _Outputs:
         tensors = self._outputs_of(model)
@@ -171,18 +166,16 @@ class ReferenceOutputs:
         inputs: Literal["rounded", "float"] | None = None
         if self._rounds:
             inputs = "rounded" if rounded else "float"
-        began = time.perf_counter()
         agrees = None
         reason: str | None = "a second copy of the model does not fit beside it"
         difference = None
         with contextlib.suppress(*_NO_MEMORY), _in_one_process():
             agrees, reason, difference = self._compare(Path(folder))
-        seconds = round(self.seconds + time.perf_counter() - began, 3)
         tokens = None if self.tokens is None else self.tokens.numel()
         if difference == float("inf"):
             # JSON has no infinite numbers.
             difference = None
-        return Proof(agrees, self.examples, difference, tokens, reason, seconds, inputs)
+        return Proof(agrees, self.examples, difference, tokens, reason, inputs)
 
     def _compare(self, folder: Path) -> tuple[bool | None, str | None, float | None]:
         """Load the folder and return whether it agrees, why not, and the largest difference of the outputs."""

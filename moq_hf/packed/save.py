@@ -120,7 +120,7 @@ def save_quantized(
     float_metrics: Mapping[str, Any] | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     max_shard_size: int | str = "50GB",
-    inputs: Mapping[str, Any] | ReferenceOutputs | None = None,
+    inputs: Mapping[str, Any] | None = None,
     layout: Layout | None = None,
 ) -> Path:
     """Write `model` as a packed checkpoint that plain `from_pretrained` loads, with the same logits bit for bit.
@@ -182,9 +182,8 @@ def save_quantized(
         processing_class, controller, metrics, float_metrics, state_dict, max_shard_size
     )
     check_choice("layout", layout, (None, *LAYOUTS))
-    if inputs is not None and not isinstance(inputs, ReferenceOutputs):
-        inputs = ReferenceOutputs(model, inputs)
-    saved = _Saving(model, directory, options).save(inputs, layout)
+    reference = None if inputs is None else ReferenceOutputs(model, inputs)
+    saved = _Saving(model, directory, options).save(reference, layout)
     if saved.proof is not None and saved.proof.agrees is None:
         logger.warning("moq_hf: %s: %s", directory, saved.proof)
     return Path(directory)

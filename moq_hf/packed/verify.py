@@ -310,12 +310,11 @@ class _Contents:
         self._digests: Mapping[str, str] = state["tensors"]
         self._groups = _groups_of(folder, state)
         self._places = tensors_in(folder)
-        new = sorted(self._places.keys() - self._digests.keys())
-        if new:
-            raise MoQError(f"{folder}: tensors that were not saved: {listed(new)}")
-        missing = sorted(self._digests.keys() - self._places.keys())
-        if missing:
-            raise MoQError(f"{folder}: missing from the weights: {', '.join(missing)}")
+        others = sorted(self._places.keys() ^ self._digests.keys())
+        if others:
+            raise MoQError(
+                f"{folder}: missing from the weights, or not saved with them: {listed(others)}"
+            )
         # What modules are called in the files, where that is not their own name.
         renamed = state["names"] or {}
         weights: dict[str, dict[str, str]] = {}

@@ -54,7 +54,7 @@ def test_a_layer_computes_what_training_does(
     # Some of the values are beyond the range.
     x, largest = torch.randn(2, 5, 16) + 0.5, torch.tensor(2.0)
     x[0, 0] = 0.0
-    layer = OnnxInt8Linear(weight, bias, inputs, largest if scale == "static" else None, signed)
+    layer = OnnxInt8Linear(weight, bias, inputs, 2.0 if scale == "static" else None, signed)
     assert layer.codes.dtype == (torch.int8 if signed else torch.uint8)
     found = export_layer(layer, x, tmp_path / "layer.onnx")
     rounded = fake_quantize_input(x, inputs, static_scale(largest[None], bits))
@@ -77,7 +77,7 @@ def test_qdq_computes_what_training_does(tmp_path: Path) -> None:
     weight = quantizer.quantize(torch.randn(6, 16), 8, Grid(PerChannel()))
     x, largest, path = torch.randn(2, 5, 16), torch.tensor(2.0), tmp_path / "layer.onnx"
     bias = torch.randn(6)
-    found = export_layer(OnnxQdqLinear(weight, bias, largest), x, path)
+    found = export_layer(OnnxQdqLinear(weight, bias, 2.0), x, path)
     rounded = fake_quantize_input(x, InputGrid(8, "static"), static_scale(largest[None], 8))
     expected = rounded @ quantizer.dequantize(*weight).T + bias
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
