@@ -364,6 +364,10 @@ def _tokenized(
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     texts = data.texts
+    if data.labels is not None and len(data.labels) != len(texts):
+        raise MoQError(
+            f"{len(texts)} texts need as many labels, not {len(data.labels)}"
+        )
     if len(texts) < 2:
         raise MoQError("the comparison needs at least two sentences")
     accepted = inspect.signature(type(model).forward).parameters
