@@ -233,9 +233,10 @@ def recorded(directory: str | os.PathLike[str]) -> Verification:
 def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
     """The codes, scales and zero points of a packed checkpoint's layers of up to 8 bits, by the names of `by_matrix`.
 
-    Each row has scales of its own. Codes and zero points are signed: asymmetric ones are less by 2^(bits-1) than those
-    of `quantizer`. Where the files hold floats on their grid, the codes are computed
-    from them; a layer whose floats a half dtype rounded is left out.
+    Each row has scales of its own. Codes and zero points are signed: asymmetric ones
+    are less by 2^(bits-1) than those of `quantizer`. Where the files hold floats on
+    their grid, the codes are computed from them; a layer whose floats a half dtype
+    rounded is left out.
 
     Args:
         directory: What `save_quantized` wrote.
