@@ -253,13 +253,6 @@ class Blocks(NamedTuple):
     minimum: Halves | None
     error: float
 
-    def reordered(self, order: NDArray[np.int64]) -> "Blocks":
-        """Take the rows in another order."""
-        minimum = None if self.minimum is None else self.minimum[order]
-        return self._replace(
-            codes=self.codes[order], scale=self.scale[order], minimum=minimum
-        )
-
     def raw(self) -> NDArray[np.uint8]:
         """The bytes of the blocks, `[rows, bytes]`."""
         if self.kind == "Q8_0":
@@ -316,7 +309,7 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     >>> blocks_of(stored, layer, "example").error
     0.0
     """
-    rows, columns = layer.shape
+    rows, columns = stored.codes.shape
     blocks = columns // _SIZE
 
     def per_block(values: Tensor) -> Floats:
@@ -446,7 +439,10 @@ class _Base:
         orders = self._orders(rows) if floats.shape == exact[:rows].shape else ()
         for order in orders:
             if np.allclose(floats, exact[order], rtol=_RELATIVE, atol=_ABSOLUTE):
-                return blocks_of(stored, layer, name).reordered(order)
+                ordered: list[Any] = [
+                    None if part is None else part[order] for part in stored
+                ]
+                return blocks_of(Quantized(*ordered), layer, name)
         raise MoQError(
             f"the base {self._path} is of another model, or of other weights: {place} is not {name} in any order of "
             f"rows that llama.cpp knows; {_HINT}"
