@@ -1,10 +1,11 @@
 """Sections of `gpu.py` for the kernel alone, which need neither transformers nor a config.
 
-Times are the device's, medians, one run of each in turn. Before each run other memory is read, until the cache is full
-of it, and the device is kept busy for so long that the host has launched all of the run: what the host needs is
-measured apart.
+Times are the device's, medians, one run of each in turn, each a CUDA graph of all weights of a model. Before each run
+other memory is read, until the cache is full of it, and the device is kept busy for so long that the host has launched
+all of the run: what the host needs is measured apart.
 """
 
+import importlib.util
 import itertools
 import logging
 import time
@@ -72,6 +73,35 @@ class Timer:
         """Until the device is through."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def graphed(run: Run, device: torch.device) -> Run:
+    """A run as a CUDA graph; as it is on a CPU, or where it cannot be captured."""
+    if device.type == "cpu":
+        return run
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    try:
+        # What is compiled, or asks for memory, does so before.
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError as error:
+        print(f"  not captured: {str(error).splitlines()[0]}", flush=True)
+        return run
+    return graph.replay
+
+
+def of_torchao(weights: list[Tensor]) -> Run:
+    """Torchao's fake quantization of weights, 8 bits per channel, to bfloat16."""
+    from torchao.quantization.qat import IntxFakeQuantizeConfig
+    from torchao.quantization.qat.fake_quantizer import IntxFakeQuantizer
+
+    quantize = IntxFakeQuantizer(IntxFakeQuantizeConfig(torch.int8, "per_channel"))
+    return lambda: [quantize(weight).to(torch.bfloat16) for weight in weights]
 
 
 class Heard(logging.Handler):
@@ -159,26 +189,39 @@ def bandwidth(report: "Report") -> None:
         ("2 bits ternary per channel", 2, Grid(PerChannel()), None),
     ]
     report.detail("weights", count)
+    plain = torch.compile(quantizer.fake_quantize, backend="aot_eager" if report.small else "inductor")
     for index, (name, bits, grid, goal) in enumerate(cases):
+        levels = [triton_quant.Levels() for _ in weights]
 
-        def quantized(module: Any, bits: int = bits, grid: Grid = grid) -> None:
+        def kernel(bits: int = bits, grid: Grid = grid, levels: list[triton_quant.Levels] = levels) -> None:
+            for weight, each in zip(weights, levels, strict=True):
+                triton_quant.fake_quantize(weight, bits, grid, dtype=torch.bfloat16, levels=each)
+
+        def formula(fake_quantize: Any, bits: int = bits, grid: Grid = grid) -> None:
             for weight in weights:
-                module.fake_quantize(weight, bits, grid, dtype=torch.bfloat16)
+                fake_quantize(weight, bits, grid, dtype=torch.bfloat16)
 
-        runs: dict[str, Run] = {"copy": lambda: target.copy_(source), "moq_hf": lambda: quantized(triton_quant)}
+        runs: dict[str, Run] = {"copy": lambda: target.copy_(source), "moq_hf": kernel}
         if index == 0:
-            runs["eager PyTorch"] = lambda: quantized(quantizer)
-        medians = interleaved(runs, repeats, timer)
+            runs["eager PyTorch"] = lambda formula=formula: formula(quantizer.fake_quantize)
+            runs["torch.compile of the same"] = lambda formula=formula: formula(plain)
+            if importlib.util.find_spec("torchao") is not None:
+                runs["torchao"] = of_torchao(weights)
+        # Random numbers are drawn by a generator that a graph would have to know.
+        captured = runs if grid.stochastic else {what: graphed(run, device) for what, run in runs.items()}
+        medians = interleaved(captured, repeats, timer)
         failed = [f"{run}: {value}" for run, value in medians.items() if isinstance(value, str)]
-        if failed:
+        report.detail(f"{name}: not run", failed)
+        if isinstance(medians["copy"], str) or isinstance(medians["moq_hf"], str):
             raise RuntimeError("; ".join(failed))
-        host = interleaved({"one": runs["moq_hf"]}, repeats, timer.host)["one"]
+        host = interleaved({"one": kernel}, repeats, timer.host)["one"]
         report.detail(name, {**medians, "moq_hf, with its launches": host})
         # A copy reads and writes 4 bytes each, a weight is 4 read and 2 written.
         floor = medians["copy"] * 6 / 8
         if index == 0:
             report.figure("bandwidth of a copy", 8 * count / medians["copy"] / 1e9, "GB/s", timed=True)
-            report.figure("eager PyTorch over the floor", medians["eager PyTorch"] / floor, timed=True)
+            for rival in [what for what, time in medians.items() if isinstance(time, float)][2:]:
+                report.figure(f"{rival}: time over the floor", medians[rival] / floor, timed=True)
         what = f"{name}, {count / 1e6:.0f} M weights, float32 to bfloat16: time over the floor"
         report.figure(what, medians["moq_hf"] / floor, at_most=goal, timed=True)
         report.figure(f"{name}: microseconds a weight with its launch", 1e6 * host / len(weights), "us", timed=True)

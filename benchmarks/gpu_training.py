@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import statistics
 import tempfile
 import time
@@ -106,6 +107,14 @@ def timed_steps(report: "Report", name: str, model: Any, batches: list[Batch], c
         report.figure(what, (step + search / each.scale_refresh) / base, timed=True)
 
 
+def fits(report: "Report", what: str, gigabytes: float) -> bool:
+    """Whether the device has so much memory left; it is noted where it has not."""
+    free = math.inf if report.small else torch.cuda.mem_get_info()[0] / 1e9
+    if free < gigabytes:
+        report.figure(f"{what}: not measured, it needs {gigabytes:g} GB; free", free, "GB")
+    return free >= gigabytes
+
+
 def seconds_of(report: "Report", run: Any) -> float:
     """The median of three."""
     times = []
@@ -130,10 +139,15 @@ def steps(report: "Report") -> None:
     model, batch = bert(report).to(device_of(report)), pairs(report, 32, 128)
     timed_steps(report, "BERT-base, 32 x 128", model, [batch], both)
     timed_steps(report, "BERT-base, 4 micro-batches", model, [batch] * 4, {"8 bits per channel": config(8)})
+    for rows in (8, 64):
+        batch = pairs(report, rows, 128)
+        timed_steps(report, f"BERT-base, {rows} x 128", model, [batch], {"8 bits per channel": config(8)})
     del model
     gc.collect()
     torch.cuda.empty_cache()
-    timed_steps(report, "Llama-1B, 4 x 1024", llama(report), [texts(report)], {"4 bits per channel": config(4)})
+    # Weights, gradients and AdamW's moments of two models in float32, and activations.
+    if fits(report, "Llama-1B, 4 x 1024", 55):
+        timed_steps(report, "Llama-1B, 4 x 1024", llama(report), [texts(report)], {"4 bits per channel": config(4)})
 
 
 class Scaled(MoQTrainer):
@@ -276,6 +290,8 @@ def held() -> int:
 
 def memory(report: "Report") -> None:
     """Of a bf16 step of Llama-1B with MoQ and without: between steps nothing is held of quantized weights."""
+    if not fits(report, "memory", 35):
+        return
     found: dict[str, dict[str, int]] = {}
     for name, each in (("plain", None), ("8 bits per channel", MoQConfig.from_dict(config(8)))):
         before = 0 if report.small else torch.cuda.memory_allocated()
@@ -293,14 +309,16 @@ def memory(report: "Report") -> None:
             held_now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         layers = {} if arm.controller is None else arm.controller.layers
         weights = sum(layer.weight.numel() for layer in layers.values())
-        found[name] = {"held": held_now - before, "peak": peak - before, "quantized": weights}
+        levels = sum(layer.moq.levels.memory.nbytes for layer in layers.values())
+        found[name] = {"held": held_now - before, "peak": peak - before, "quantized": weights, "levels": levels}
         del arm, layers
         gc.collect()
     plain, moq = found.values()
     report.detail("bytes", found)
     report.figure("quantized weights", moq["quantized"])
-    each = (moq["held"] - plain["held"]) / moq["quantized"]
-    report.figure("held between steps above plain, bytes a quantized weight (predicted: 0)", each, at_most=0.01)
+    each = (moq["held"] - plain["held"] - moq["levels"]) / moq["quantized"]
+    report.figure("bytes of what the kernel reads the precisions from, 4 for each group", moq["levels"])
+    report.figure("held beside it above plain, bytes a quantized weight (predicted: 0)", each, at_most=0.01)
     if not report.small:
         report.figure("peak of a plain step", plain["peak"] / 1e9, "GB")
         report.figure("peak above plain, bytes a quantized weight", (moq["peak"] - plain["peak"]) / moq["quantized"])
