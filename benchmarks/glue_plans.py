@@ -196,8 +196,8 @@ PLANS = {
     # and teacher.
     "gap": Plan(
         (
-            finished(2, "basic QAT, float first, float's rate", warm_times=1),
             finished(2, "basic QAT from a finished float model", warm_times=2),
+            finished(2, "basic QAT, float first, float's rate", warm_times=1),
         ),
         tasks=("mrpc", "cola", "sst2"),
         bf16=True,

@@ -103,10 +103,11 @@ def as_many_steps() -> list[list[Any]]:
     tried = (5e-5, 1e-4, 2e-4)
     head = ["task", *(f"{rate:g}" for rate in tried), "seeds", "float of half the steps"]
     found: list[list[Any]] = [[*head, *(f"{bits} bits" for bits in BITS)]]
-    for task, name in TASKS.items():
-        first = [scores(task, LONG._replace(rates={task: rate})).get(1) for rate in tried]
-        reference = scores(task, LONG)
-        others = [scores(task, FLOAT), *(scores(task, MOQ_HF, bits) for bits in BITS)]
+    for name, tasks in SETS.items():
+        by_rate = [LONG._replace(rates=dict.fromkeys(tasks, rate)) for rate in tried]
+        first = [scores(tasks[0], each).get(1) if len(tasks) == 1 else None for each in by_rate]
+        reference = average(tasks, LONG)
+        others = [average(tasks, FLOAT), *(average(tasks, MOQ_HF, bits) for bits in BITS)]
         own = [{seed: each[seed] for seed in each if seed in reference} for each in others]
         cells = ["" if each is None else f"{each:.1f}" for each in first]
         found.append([name, *cells, len(reference), *(paired(each, reference) for each in own)])
