@@ -87,14 +87,13 @@ def first_page() -> list[list[Any]]:
 
 
 def equal_steps() -> list[list[Any]]:
-    """Scores at equal steps, a task and a number of bits a line, with what they differ by from float's."""
+    """Points against float of half the steps, a task and a number of bits a line."""
     found: list[list[Any]] = [["bits", "task", "float of half the steps", *RECIPES]]
     for bits in BITS:
         for name, tasks in SETS.items():
             reference = average(tasks, FLOAT)
             own = [average(tasks, ways, bits) for ways in RECIPES.values()]
-            cells = [f"{mean(each):.1f} ({paired(each, reference)})" for each in own]
-            found.append([bits, name, f"{mean(reference):.1f}", *cells])
+            found.append([bits, name, f"{mean(reference):.1f}", *(paired(each, reference) for each in own)])
     return found
 
 
@@ -237,8 +236,7 @@ def other_tasks() -> list[list[Any]]:
         reference = scores(task, "float", 32)
         for bits in (3, 2):
             of_arms = [scores(task, each, bits) for each in arms.values()]
-            cells = [f"{mean(own):.1f} ({paired(own, reference)})" for own in of_arms]
-            found.append([name, bits, f"{mean(reference):.1f}", *cells])
+            found.append([name, bits, f"{mean(reference):.1f}", *(paired(own, reference) for own in of_arms)])
     return found
 
 
