@@ -72,6 +72,8 @@ def test_page_one_tells_of_float_of_as_many_steps() -> None:
     assert row[:1] == ["all three"] and row[4] == "1" and "with one seed on all three tasks so far" in readme()
     assert f"it is {row[5]} points above it" in readme()
     assert "at 4, 3 and 2 bits lies {}, {} and {} below".format(*row[6:]) in readme()
+    guide = " ".join(page("docs/start/which-preset.md").split())
+    assert "float first lies {}, {} and {} points below it at 4, 3 and 2 bits".format(*row[6:]) in guide
 
 
 def results_text(name: str) -> str:
