@@ -4,7 +4,6 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 # Those that need no data and no other libraries.
 MEASUREMENTS := step_time sizes
-ARCHITECTURES := 80 90 100 120
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
 
 .DELETE_ON_ERROR:
@@ -43,13 +42,7 @@ gpu:
 
 # The kernel as it is compiled for GPUs that are not there; make test runs a part of it.
 ptx: $(INSTALLED)
-	@for arch in $(ARCHITECTURES); do \
-		echo "== the kernel's tests, sm_$$arch" && \
-		MOQ_PTX=$$arch OMP_NUM_THREADS=1 $(PY) -m pytest --quiet -p no:xdist tests/test_triton_quant.py || exit 1; done
-	@echo "== random cases, half a minute each"
-	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests/helpers $(PY) tests/ptx/cases.py 30 $(ARCHITECTURES)
-	@echo "== on paper"
-	@PYTHONPATH=. $(PY) tests/ptx/paper.py $(ARCHITECTURES)
+	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests/helpers $(PY) tests/ptx/measure.py 80 90 100 120
 
 clean:
 	rm -rf $(VENV) runs build dist moq_hf.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

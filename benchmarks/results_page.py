@@ -511,6 +511,33 @@ def versions() -> list[list[Any]]:
     return found
 
 
+def kernel_cost() -> list[list[Any]]:
+    """What the Triton kernel costs on paper: the larger of symmetric and asymmetric codes."""
+    found: list[list[Any]] = [["sm", "groups", "registers", "spills", "threads", "instructions", "share"]]
+    for arch, measured in document("kernel").items():
+        for groups in dict.fromkeys(cost["groups"] for cost in measured["costs"]):
+            own = [cost for cost in measured["costs"] if cost["groups"] == groups]
+            registers, spills, instructions, share = (
+                max(cost[name] for cost in own) for name in ("registers", "spills", "instructions", "share")
+            )
+            threads = f"{min(cost['resident'] for cost in own)} of {own[0]['most']}"
+            found.append([arch, groups, registers, spills, threads, f"{instructions:.2f}", f"{share:.2f}"])
+    return found
+
+
+def kernel_numbers() -> list[list[Any]]:
+    """What came of the kernel's PTX on a CPU, where it was run."""
+    found: list[list[Any]] = [["sm", "tests", "seconds", "random cases", "wrong", "launches", "kinds of instructions"]]
+    for arch, measured in document("kernel").items():
+        if "tests" not in measured:
+            continue
+        tests, cases = measured["tests"], measured["cases"]
+        launches = tests["launches"] + cases["launches"]
+        counts = [tests["passed"], tests["seconds"], cases["count"], cases["wrong"], launches, tests["instructions"]]
+        found.append([arch, *counts])
+    return found
+
+
 TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "first page": first_page,
     "equal steps": equal_steps,
@@ -532,6 +559,8 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "w8a8 speeds": w8a8_speeds,
     "reliability": reliability,
     "versions": versions,
+    "kernel cost": kernel_cost,
+    "kernel numbers": kernel_numbers,
 }
 
 

@@ -1,10 +1,5 @@
-"""Random cases of the kernel against `quantizer`: run as a script, for so many seconds on each architecture.
+"""Random cases of the kernel against `quantizer`."""
 
-python tests/ptx/cases.py 30 80 90 100 120
-"""
-
-import logging
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -126,24 +121,19 @@ def wrong_cases(seconds: float, seed: int) -> Iterator[tuple[Case, str]]:
             yield case, wrong(case)
 
 
-def main() -> int:
-    """Cases on each architecture; 1 if one is wrong, or the kernel was given up."""
-    logging.basicConfig(format="%(message)s")
-    failed = False
-    for arch in map(int, sys.argv[2:]):
-        device: Device
-        with pretending(arch) as device:
-            found = list(wrong_cases(float(sys.argv[1]), seed=arch))
-            given_up = list(triton_quant._works.values()).count(False)
-        bad = [f"{case}: {what}" for case, what in found if what]
-        print(*bad, sep="\n", end="\n" if bad else "")
-        print(
-            f"sm_{arch}: {len(found)} cases, {len(bad)} wrong, {given_up} variants given up; {device.launches} "
-            f"launches of {len(device.kernels)} kernels, {len(device.opcodes)} kinds of instructions"
-        )
-        failed |= bool(bad) or bool(given_up)
-    return int(failed)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def tried(arch: int, seconds: float) -> dict[str, int]:
+    """What random cases on an architecture come to; those that are wrong are printed."""
+    device: Device
+    with pretending(arch) as device:
+        found = list(wrong_cases(seconds, seed=arch))
+        given_up = list(triton_quant._works.values()).count(False)
+    bad = [f"{case}: {what}" for case, what in found if what]
+    print(*bad, sep="\n", end="\n" if bad else "")
+    return {
+        "count": len(found),
+        "wrong": len(bad),
+        "given_up": given_up,
+        "launches": device.launches,
+        "kernels": len(device.kernels),
+        "instructions": len(device.opcodes),
+    }

@@ -1,15 +1,12 @@
 """What the kernel costs on paper: registers, spills, resident threads and instructions, counted in what ptxas made.
 
-    PYTHONPATH=. python tests/ptx/paper.py 80 90 100 120
-
 No GPU is needed, and none of it is a time that a GPU took. An instruction is counted where a thread that meets no
-special number comes by: the slow ways of divisions, which ptxas puts aside, are left out. A table is printed.
+special number comes by: the slow ways of divisions, which ptxas puts aside, are left out.
 """
 
 import itertools
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,25 +136,3 @@ def cost(arch: int, length: int, **grid: Any) -> Cost:
     tiles = -(-length // 256)
     per_weight = 8 * executed(steps, tiles) / (weights * tiles)
     return Cost(registers, spills, 256 * blocks, per_weight)
-
-
-def main() -> None:
-    """Print the table."""
-    heads = ["sm", "groups", "grid", "registers", "spills", "resident threads", "instructions a weight"]
-    heads.append("time to begin them / to move 6 bytes")
-    print(f"| {' | '.join(heads)} |")
-    print(f"|{' --- |' * len(heads)}")
-    for arch in map(int, sys.argv[1:]):
-        count, clock, bandwidth = MACHINES[arch]
-        for group, length in GROUPS.items():
-            for name, grid in GRIDS.items():
-                found = cost(arch, length, **grid)
-                issue = found.instructions / (count * ISSUED * clock * 1e9)
-                print(
-                    f"| {arch} | {group} | {name} | {found.registers} | {found.spills} | {found.resident} of "
-                    f"{MOST_THREADS[arch]} | {found.instructions:.2f} | {issue * bandwidth / 6:.2f} |"
-                )
-
-
-if __name__ == "__main__":
-    main()
