@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--theirs", action="store_true", help="what other libraries make of it instead")
+    parser.add_argument("--keep", type=Path, help="a folder for their files")
     args = parser.parse_args()
     train, held_out = corpus(args.glue)
     kept = Path(tempfile.gettempdir()) / "embeddings_float.npy"
@@ -164,6 +166,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for how, model, size in theirs_at_int8(args.model, Path(folder)):
                 note(8, how, None, model, weights=size)
+            if args.keep is not None:
+                shutil.copytree(Path(folder, "onnx"), args.keep)
         return
     # All bits with the first seed come first.
     for seed in args.seeds:
