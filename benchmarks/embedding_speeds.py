@@ -61,7 +61,7 @@ def main() -> None:
     engines: dict[str, Any] = {}
     sizes: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
-        paths = {f"their {path.stem}": path for path in sorted(args.theirs.glob("*.onnx"))}
+        paths = {f"Sentence Transformers, {path.stem}": path for path in sorted(args.theirs.glob("*.onnx"))}
         for bits, (group, flavors) in FILES.items():
             model = SentenceTransformer(args.model, device="cpu")
             quantize_model(
@@ -73,13 +73,13 @@ def main() -> None:
             out = Path(folder, f"onnx{bits}")
             written = export_onnx(packed, out, flavors=flavors, tolerance=1.0)
             paths |= {
-                "ONNX float" if flavor == "float" else f"{bits} bits, {flavor}": out / file
+                "moq_hf, ONNX float" if flavor == "float" else f"moq_hf, {bits} bits, {flavor}": out / file
                 for flavor, file in written.files.items()
             }
         for name, path in paths.items():
             engines[name] = partial(vectors, whole.tokenizer, onnx_runtime(path, 1))
             sizes[name] = path.stat().st_size
-    engines["PyTorch"] = partial(whole.encode, batch_size=BATCH, show_progress_bar=False)
+    engines["Sentence Transformers, PyTorch"] = partial(whole.encode, batch_size=BATCH, show_progress_bar=False)
     expected = torch.as_tensor(whole.encode(batches[0]))
     near = {
         name: torch.cosine_similarity(torch.as_tensor(run(batches[0])), expected).mean().item()

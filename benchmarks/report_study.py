@@ -8,7 +8,7 @@ Student's t.
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,5 +90,15 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float], digits: int =
     few = f" ({len(both)} of {len(ours)})" if len(both) < len(ours) else ""
     if len(both) == 1:
         return f"{both[0]:+.{digits}f}{few}"
-    half = float(student.ppf(0.975, len(both) - 1)) * statistics.stdev(both) / math.sqrt(len(both))
-    return f"{statistics.fmean(both):+.{digits}f} ± {half:.{digits}f}{few}"
+    return f"{statistics.fmean(both):+.{digits}f} ± {half_interval(both):.{digits}f}{few}"
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of a mean, by Student's t."""
+    return float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """The mean, and half its 95 % interval where there are several."""
+    half = f" ± {half_interval(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{half}"

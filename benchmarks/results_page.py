@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import perplexity
 from lines import Lines
-from report_study import FLOAT, LONG, TASKS, Ways, average, paired, scores
+from report_study import FLOAT, LONG, TASKS, Ways, average, paired, scores, spread
 
 from moq_hf.formats.table import NEEDS
 from moq_hf.text import markdown_table
@@ -331,10 +331,34 @@ def embedding_models() -> list[list[Any]]:
         kinds.setdefault((line["bits"], line["how"]), []).append(line)
     found: list[list[Any]] = [["bits", "how", "runs", "cosine", "recall@10", "Spearman", "folder over float"]]
     for (bits, how), own in sorted(kinds.items(), key=lambda item: (-item[0][0], item[0][1])):
-        scores = [statistics.fmean(line[name] for line in own) for name in ("cosine", "recall", "spearman")]
-        cells = [f"{score:.3f}" for score in scores]
+        cells = [spread([line[name] for line in own], 3) for name in ("cosine", "recall", "spearman")]
         size = f"{own[0]['ratio']:.2f}" if "ratio" in own[0] else ""
         found.append([bits, how, len(own) if how == "taught" else "", *cells, size])
+    return found
+
+
+def embedding_speeds() -> list[list[Any]]:
+    """Sentences a second of an embedding model, in PyTorch and ONNX Runtime."""
+    measured = document("embedding_speeds")
+    found: list[list[Any]] = [["engine", "sentences a second", "cosine with float", "MB"]]
+    for name, rate in measured["sentences a second"].items():
+        size = f"{measured['bytes'][name] / 1e6:.1f}" if name in measured["bytes"] else ""
+        found.append([name, f"{rate:.0f}", f"{measured['cosine'][name]:.3f}", size])
+    return found
+
+
+def rerankers() -> list[list[Any]]:
+    """Scores of a cross-encoder on MRPC."""
+    kinds: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for line in lines_of("reranker"):
+        kinds.setdefault((line["bits"], line["how"]), []).append(line)
+    whole = kinds[32, "float"][0]["bytes"]
+    names = ("average_precision", "f1", "mrr", "ndcg")
+    found: list[list[Any]] = [["bits", "how", "average precision", "F1", "MRR@10", "nDCG@10", "folder over float"]]
+    for (bits, how), own in kinds.items():
+        size = f"{own[0]['bytes'] / whole:.2f}" if "bytes" in own[0] else ""
+        cells = [spread([line[name] for line in own], 1) for name in names]
+        found.append([bits if bits < 32 else "", how, *cells, size])
     return found
 
 
@@ -550,6 +574,8 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "sizes": sizes,
     "delivered integers": delivered_integers,
     "embedding models": embedding_models,
+    "embedding speeds": embedding_speeds,
+    "rerankers": rerankers,
     "outliers": outliers,
     "speeds": speeds,
     "in JavaScript": in_javascript,
