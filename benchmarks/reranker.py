@@ -4,10 +4,10 @@
 
 MINILM is all-MiniLM-L6-v2, of which the head is new; GLUE is a folder with `mrpc`, which has train.jsonl and
 validation.jsonl. The float model has as many steps as the others: half of theirs are in float, and the rest has a
-`MoQCallback` in the `CrossEncoderTrainer`, with the mean of the label and of what the float half says as its target.
-Scored on the validation pairs is the folder that was delivered: average precision and the best F1 of the pairs, and
-how high a paraphrase ranks among ten sentences, of which nine are those of other pairs, of both splits, that share
-the most words with the query.
+`MoQCallback` in the `CrossEncoderTrainer`, which starts from GPTQ; the target is the mean of the label and of what the
+float half says. Scored on the validation pairs is the folder that was delivered: average precision and the best F1 of
+the pairs, and how high a paraphrase ranks among ten sentences, of which nine are those of other pairs, of both splits,
+that share the most words with the query.
 """
 
 import argparse
@@ -140,7 +140,7 @@ def measure(seed: int, data: dict[str, Rows], args: argparse.Namespace) -> Rows:
     targets = (labels + half.predict(pairs(data["train"]))) / 2
     for bits, config in CONFIGS.items():
         model = load(args.place / "half")
-        callback = MoQCallback(**config)
+        callback = MoQCallback(**config, gptq=1024)
         train(model, data["train"], targets, args.epochs / 2, seed, args, callback)
         done = callback.delivered
         assert done is not None and done.proof is not None and done.proof.agrees
