@@ -42,7 +42,7 @@ class Recipe:
 
 
 # Embedding tables have as many bits: folders that Sentence Transformers load have one width.
-RECIPES = {8: Recipe(5e-6, 64), 4: Recipe(2.5e-5, 16), 3: Recipe(4e-5, 24), 2: Recipe(1e-4, 24)}
+RECIPES = {8: Recipe(5e-6, 64), 4: Recipe(6e-5, 16), 3: Recipe(4e-5, 24), 2: Recipe(1e-4, 24)}
 WEIGHTS = {"similarity": 1.0, "embedding": 1.0, "relations": 1.0, "hidden": 3.0}
 
 
