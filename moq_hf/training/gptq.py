@@ -1,6 +1,7 @@
 """Start from GPTQ: round the weights of layers that fall to fewer bits so that their outputs change least."""
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -23,11 +24,11 @@ class _Arrived(Exception):
     """A forward pass has come to the layer that is looked at."""
 
 
-def check_possible(trainer: Trainer | None, layers: Iterable[QuantLayer]) -> None:
+def check_possible(trainer: Trainer | None, layers: Collection[QuantLayer]) -> None:
     """Check, before the first step, that layers can be rounded from training examples.
 
     Raises:
-        MoQError: No Trainer runs, or weights are shards.
+        MoQError: No Trainer runs, weights are shards, or none is to be rounded.
     """
     if trainer is None:
         raise MoQError(
@@ -36,6 +37,10 @@ def check_possible(trainer: Trainer | None, layers: Iterable[QuantLayer]) -> Non
     if any(is_apart(layer.float_weight) for layer in layers):
         raise MoQError(
             "quantize_algo.gptq: FSDP2 and ZeRO-3 take weights apart, and GPTQ needs whole ones; set it to 0"
+        )
+    if not any(map(_is_rounded, layers)):
+        raise MoQError(
+            "quantize_algo.gptq: no linear layer is both quantized and trained, and it rounds no others; set it to 0"
         )
 
 
@@ -67,8 +72,12 @@ def start_from_gptq(
             for batch in first_batches(dataloader, examples // trainer.args.world_size)
         ]
         for layer in layers:
-            if isinstance(layer, nn.Linear | Conv1D) and layer.weight.requires_grad:
+            if _is_rounded(layer):
                 _round(trainer, model, layer, batches)
+
+
+def _is_rounded(layer: QuantLayer) -> bool:
+    return isinstance(layer, nn.Linear | Conv1D) and layer.weight.requires_grad
 
 
 def _round(
@@ -99,7 +108,8 @@ def _round(
     try:
         for batch in batches:
             try:
-                trainer.compute_loss(model, batch)
+                # Losses take labels out of their batch.
+                trainer.compute_loss(model, copy.copy(batch))
             except _Arrived:
                 continue
     finally:

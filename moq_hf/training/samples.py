@@ -68,12 +68,14 @@ def rows_of(inputs: Batch) -> int:
 
     >>> rows_of({"input_ids": torch.zeros(4, 7), "return_dict": True})
     4
+    >>> rows_of({"text": ["one", "two"]})
+    2
     """
     return next(
         (
             len(value)
             for value in inputs.values()
-            if isinstance(value, Tensor) and value.dim()
+            if isinstance(value, list) or (isinstance(value, Tensor) and value.dim())
         ),
         1,
     )

@@ -132,6 +132,26 @@ def test_inputs_are_those_of_training_without_padding(tmp_path: Path, monkeypatc
     assert torch.equal(start["classifier.weight"], model.classifier.weight)
 
 
+class TakesLabelsOut(Trainer):
+    """As Trainers with a loss of their own do; those of Sentence Transformers take the data set's name and the prompt."""
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
+        labels = inputs.pop("labels")
+        return nn.functional.cross_entropy(model(**inputs).logits, labels)
+
+
+def test_a_loss_may_take_its_batch_apart(tmp_path: Path) -> None:
+    callback = MoQCallback(**PLAIN, gptq=4)
+    trainer = TakesLabelsOut(new_model(), arguments(tmp_path, max_steps=1), train_dataset=rows(), callbacks=[callback])
+    trained(trainer)
+    assert callback.delivered is not None
+
+
+def test_batches_of_texts_count_as_many_examples_as_they_have_texts() -> None:
+    batches = [{"prompt": "query: ", "anchor": ["one", "two"], "positive": ["three", "four"]} for _ in range(5)]
+    assert len(first_batches(batches, 3)) == 2
+
+
 def test_without_it_weights_stay_and_data_and_random_numbers_are_the_same(tmp_path: Path) -> None:
     seen: dict[int, list[torch.Tensor]] = {}
     for examples in (0, 8):
@@ -223,6 +243,11 @@ def test_what_cannot_be_rounded_so_is_an_error_before_the_first_step(tmp_path: P
         model.bert.embeddings.LayerNorm.weight.fill_(torch.inf)
     trainer = Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[MoQCallback(**PLAIN, gptq=4)])
     with pytest.raises(MoQError, match=r"quantize_algo.gptq: the inputs of .*query hold NaN or Inf"):
+        trainer.train()
+    model = new_model()
+    model.bert.requires_grad_(False)
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[MoQCallback(**PLAIN, gptq=4)])
+    with pytest.raises(MoQError, match="no linear layer is both quantized and trained"):
         trainer.train()
     with pytest.raises(MoQError, match="gptq"):
         MoQConfig(gptq=-1)
