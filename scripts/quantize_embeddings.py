@@ -74,12 +74,13 @@ def read_texts(path: Path) -> list[str]:
         UserError: It cannot be read, or holds fewer than 100.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`: JSON may hold other line separators as they are.
+        lines = path.read_text(encoding="utf-8").split("\n")
         if path.suffix in (".json", ".jsonl"):
             lines = [json.loads(line)["text"] for line in lines if line.strip()]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        texts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--texts {path}: {one_line(error)}") from None
-    texts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
     if len(texts) < 100:
         raise UserError(f"--texts {path} has {len(texts)} different texts: give at least 100")
     return texts
@@ -89,13 +90,16 @@ def read_pairs(path: Path) -> list[tuple[str, str, float]]:
     """The pairs of a file with their scores.
 
     Raises:
-        UserError: It cannot be read, or a line lacks a key.
+        UserError: It cannot be read, a line lacks a key, or all scores are the same.
     """
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        return [(row["sentence1"], row["sentence2"], float(row["score"])) for row in rows]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        pairs = [(row["sentence1"], row["sentence2"], float(row["score"])) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--sts {path}: {one_line(error)}: each line needs sentence1, sentence2 and score") from None
+    if len({score for *_, score in pairs}) < 2:
+        raise UserError(f"--sts {path}: a correlation needs two different scores, or more")
+    return pairs
 
 
 def split(texts: Sequence[str], held_out: int, max_texts: int, seed: int) -> tuple[list[str], list[str]]:
@@ -250,6 +254,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         UserError: Something is wrong with the input.
         MoQError: The model cannot be quantized so, or not exported.
     """
+    if options.held_out <= NEIGHBORS:
+        raise UserError(f"--held_out {options.held_out}: recall@{NEIGHBORS} needs more than {NEIGHBORS} texts")
     texts = read_texts(options.texts)
     pairs = None if options.sts is None else read_pairs(options.sts)
     from sentence_transformers import SentenceTransformer

@@ -27,9 +27,10 @@ def test_comparison_by_hand() -> None:
 
 def test_texts_are_split_the_same_way_for_all_seeds(tmp_path: Path) -> None:
     lines = [f"text {index}" for index in range(200)]
-    (tmp_path / "texts.txt").write_text("\n".join([*lines, "", *lines]))
-    rows = "\n".join(json.dumps({"text": line}) for line in lines)
-    (tmp_path / "texts.jsonl").write_text(rows)
+    lines[7] = "a separator of lines \u2028 in a text"
+    (tmp_path / "texts.txt").write_text("\n".join([*lines, "", *lines]), encoding="utf-8")
+    rows = "\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in lines)
+    (tmp_path / "texts.jsonl").write_text(rows, encoding="utf-8")
     texts = command.read_texts(tmp_path / "texts.txt")
     assert texts == lines == command.read_texts(tmp_path / "texts.jsonl")
     (train, held_out), (other, same) = (command.split(texts, 5000, 100, seed) for seed in (1, 2))
@@ -48,6 +49,14 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert command.main([*base, *more]) == 2
         told = capsys.readouterr().err
         assert told.startswith("error: --texts") and message in told and told.count("\n") == 1
+    assert command.main([*base, "--texts", str(few), "--held_out", "10"]) == 2
+    assert capsys.readouterr().err.startswith("error: --held_out 10: recall@10 needs more than 10 texts")
+    (tmp_path / "null.jsonl").write_text(json.dumps({"text": None}))
+    with pytest.raises(command.UserError, match=r"--texts .*null\.jsonl"):
+        command.read_texts(tmp_path / "null.jsonl")
+    few.write_text("")
+    with pytest.raises(command.UserError, match="a correlation needs two different scores"):
+        command.read_pairs(few)
     few.write_text(json.dumps({"sentence1": "one"}))
     with pytest.raises(command.UserError, match="each line needs sentence1, sentence2 and score"):
         command.read_pairs(few)

@@ -133,7 +133,7 @@ def test_inputs_are_those_of_training_without_padding(tmp_path: Path, monkeypatc
 
 
 class TakesLabelsOut(Trainer):
-    """As Trainers with a loss of their own do; those of Sentence Transformers take the data set's name and the prompt."""
+    """As Trainers with a loss of their own do; those of Sentence Transformers take out more."""
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
         labels = inputs.pop("labels")
