@@ -77,7 +77,7 @@ def start_from_gptq(
 
 
 def _is_rounded(layer: QuantLayer) -> bool:
-    return isinstance(layer, nn.Linear | Conv1D) and layer.weight.requires_grad
+    return layer.float_weight.requires_grad and isinstance(layer, nn.Linear | Conv1D)
 
 
 def _round(
