@@ -31,7 +31,7 @@ from ..config_fields import DistillationConfig
 from ..errors import MoQError, one_line
 from ..model.convert import dequantize_model, is_quantized
 from ..model.inventory import is_packed
-from ..names import without_fsdp, without_peft
+from ..names import pretrained, without_fsdp, without_peft
 from .embeddings import (
     embedding_loss,
     embeddings_in,
@@ -52,7 +52,10 @@ _STATES = {
 # What both models must have in common: what inputs mean, what outputs mean, and the
 # shape of what is compared.
 _COMMON = ("vocab_size", "num_labels", "model_type")
-_COMMON_HIDDEN = ("hidden_size", "num_hidden_layers")
+_COMMON_IN = {
+    "hidden": ("hidden_size", "num_hidden_layers"),
+    "relations": ("num_attention_heads",),
+}
 # The parts of the loss, in the words of the config.
 PARTS = {
     "labels": "the task's own",
@@ -115,29 +118,7 @@ def load_teacher(
         raise MoQError(
             f"distillation: the teacher must be a transformers model, got {type(source).__name__}"
         )
-    shared = {id(parameter) for parameter in model.parameters()}
-    both = [
-        name
-        for name, parameter in teacher.named_parameters()
-        if id(parameter) in shared
-    ]
-    if both:
-        raise MoQError(
-            f"distillation: the teacher shares parameters with the model in training ({', '.join(both)}): give a copy, "
-            "made before"
-        )
-    for name in _COMMON + (_COMMON_HIDDEN if config.hidden else ()):
-        ours = getattr(model.config, name, None)
-        theirs = getattr(teacher.config, name, None)
-        if ours != theirs:
-            hint = (
-                "; set distillation.hidden to 0 to compare logits only"
-                if name in _COMMON_HIDDEN
-                else ""
-            )
-            raise MoQError(
-                f"distillation: {name} is {ours} in the model and {theirs} in the teacher{hint}"
-            )
+    _check_teacher(model, teacher, config, _COMMON)
     ours = model.config.id2label
     theirs = teacher.config.id2label
     labels = [*(ours or {}).values(), *(theirs or {}).values()]
@@ -151,6 +132,42 @@ def load_teacher(
     teacher.config.use_cache = False
     teacher.requires_grad_(False).train(False)
     return cast(PreTrainedModel, teacher.to(device))
+
+
+def _check_teacher(
+    model: nn.Module,
+    teacher: nn.Module,
+    config: DistillationConfig,
+    common: Sequence[str],
+) -> None:
+    """Check that a teacher has parameters of its own, and in common with the model what is compared.
+
+    Raises:
+        MoQError: It does not.
+    """
+    shared = {id(parameter) for parameter in model.parameters()}
+    both = [
+        name
+        for name, parameter in teacher.named_parameters()
+        if id(parameter) in shared
+    ]
+    if both:
+        raise MoQError(
+            f"distillation: the teacher shares parameters with the model in training ({', '.join(both)}): give a copy, "
+            "made before"
+        )
+    hints = dict.fromkeys(common, "")
+    for part, names in _COMMON_IN.items():
+        if getattr(config, part):
+            hints |= dict.fromkeys(names, f"; set distillation.{part} to 0")
+    for name, hint in hints.items():
+        ours, theirs = (
+            getattr(pretrained(each).config, name, None) for each in (model, teacher)
+        )
+        if ours != theirs:
+            raise MoQError(
+                f"distillation: {name} is {ours} in the model and {theirs} in the teacher{hint}"
+            )
 
 
 class MoQDistillation(nn.Module):
@@ -169,7 +186,8 @@ class MoQDistillation(nn.Module):
 
     Raises:
         MoQConfigError: A weight is none.
-        MoQError: There is no teacher, and the model is quantized already.
+        MoQError: There is no teacher, and the model is quantized already; or the teacher
+            has another vocabulary, or does not fit what is compared.
 
     >>> loss = MoQDistillation(nn.Linear(4, 2), embedding=2.0)
     >>> loss.teacher is loss.model, loss.config.embedding, loss.config.similarity
@@ -187,6 +205,8 @@ class MoQDistillation(nn.Module):
         weights = weights or {"similarity": 1.0, "embedding": 1.0}
         given: dict[str, Any] = _NOTHING | weights
         self.config = DistillationConfig(**given)
+        if teacher is not None:
+            _check_teacher(model, teacher, self.config, ("vocab_size",))
         self.model = model
         self.teacher = copy.deepcopy(model) if teacher is None else teacher
         self.teacher.requires_grad_(False)

@@ -48,7 +48,15 @@ def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """One minus the cosine of each vector with the teacher's, the mean; both `[texts, size]`.
 
     As for the hidden states of DistilBERT (Sanh et al., 2019, arXiv 1910.01108).
+
+    Raises:
+        MoQError: They have not the same size.
     """
+    if student.shape != teacher.shape:
+        raise MoQError(
+            f"distillation.embedding: a vector has {student.shape[-1]} numbers in the model and {teacher.shape[-1]} in "
+            "the teacher; set it to 0"
+        )
     return 1 - nn.functional.cosine_similarity(student, teacher).mean()
 
 

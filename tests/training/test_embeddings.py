@@ -38,6 +38,8 @@ def test_similarities_by_hand() -> None:
     # A text alone has no neighbors.
     assert similarity_loss(student[:1], teacher[:1]) == 0.0
     torch.testing.assert_close(embedding_loss(student, teacher), 1 - torch.cosine_similarity(student, teacher).mean())
+    with pytest.raises(MoQError, match="a vector has 8 numbers in the model and 4 in the teacher; set it to 0"):
+        embedding_loss(student, teacher[:, :4])
 
 
 def test_relations_by_hand() -> None:

@@ -214,6 +214,22 @@ def test_texts_alone_teach(tmp_path: Path) -> None:
 
 
 @noisy
+def test_a_teacher_of_another_kind(tmp_path: Path) -> None:
+    model, teacher = encoder(tmp_path / "model"), encoder(tmp_path / "teacher")
+    with pytest.raises(MoQError, match="the teacher shares parameters with the model in training"):
+        MoQDistillation(model, model)
+    for changed, weight, text in (
+        ("vocab_size", "similarity", "vocab_size is .* in the teacher$"),
+        ("num_attention_heads", "relations", "in the teacher; set distillation.relations to 0"),
+        ("num_hidden_layers", "hidden", "in the teacher; set distillation.hidden to 0"),
+    ):
+        other = copy.deepcopy(teacher)
+        setattr(other[0].auto_model.config, changed, 1)
+        with pytest.raises(MoQError, match=f"{changed} is .*{text}"):
+            MoQDistillation(model, other, **{weight: 1.0})
+
+
+@noisy
 def test_texts_alone_teach_a_plain_encoder(tmp_path: Path) -> None:
     hf.set_seed(0)
     model = hf.BertModel(hf.BertConfig(**SMALL, max_position_embeddings=32))
