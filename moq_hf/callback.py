@@ -337,7 +337,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if self.config.gptq:
             check_possible(self._host, controller.layers.values())
         if resumed is None:
-            self._start_from_gptq(controller.blocks, kwargs["train_dataloader"])
+            self._start_from_gptq(controller.blocks)
         # A checkpoint that was made without this callback has no entry, and the next
         # save would fail on that.
         callback_states(state)[self._name] = self.state()
@@ -491,15 +491,13 @@ class MoQCallback(TrainerCallback, ExportableState):
             tqdm.write(f"moq_hf: {controller.choice.table()}")
         begins_quantized = schedule.steps == schedule.offset == 0
         switches = controller.step(eigenvalues)
-        self._start_from_gptq(
-            {switch.block for switch in switches}, kwargs["train_dataloader"]
-        )
+        self._start_from_gptq({switch.block for switch in switches})
         self._has_switched = bool(switches) or begins_quantized
         if not had_arrived:
             # What was evaluated so far is not a candidate for the best quantized model.
             forget_best(state)
 
-    def _start_from_gptq(self, blocks: Collection[str], dataloader: Any) -> None:
+    def _start_from_gptq(self, blocks: Collection[str]) -> None:
         """Round the weights of blocks that are at fewer bits now, if the config says so."""
         controller = self.controller
         if controller is None or self._host is None or not self.config.gptq:
@@ -511,9 +509,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             if block in blocks and layer.moq.bits != FLOAT_BITS
         ]
         if layers:
-            start_from_gptq(
-                self._host, controller.model, layers, dataloader, self.config.gptq
-            )
+            start_from_gptq(self._host, controller.model, layers, self.config.gptq)
 
     def _was_skipped(self, optimizer: Any) -> bool:
         before = self._loss_scale

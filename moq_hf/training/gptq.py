@@ -28,15 +28,15 @@ def check_possible(trainer: Trainer | None, layers: Collection[QuantLayer]) -> N
     """Check, before the first step, that layers can be rounded from training examples.
 
     Raises:
-        MoQError: No Trainer runs, weights are shards, or none is to be rounded.
+        MoQError: No Trainer runs, weights are kept apart, or none is to be rounded.
     """
     if trainer is None:
         raise MoQError(
             "quantize_algo.gptq: needs a Trainer, which has the examples; set it to 0"
         )
-    if any(is_apart(layer.float_weight) for layer in layers):
+    if trainer.is_deepspeed_enabled or any(is_apart(x.float_weight) for x in layers):
         raise MoQError(
-            "quantize_algo.gptq: FSDP2 and ZeRO-3 take weights apart, and GPTQ needs whole ones; set it to 0"
+            "quantize_algo.gptq: FSDP2 and DeepSpeed keep the weights that they train elsewhere; set it to 0"
         )
     if not any(map(_is_rounded, layers)):
         raise MoQError(
@@ -48,7 +48,6 @@ def start_from_gptq(
     trainer: Trainer,
     model: nn.Module,
     layers: Iterable[QuantLayer],
-    dataloader: Iterable[Any],
     examples: int,
 ) -> None:
     """Round weights with `quantizer.gptq`, layer by layer: each sees the inputs that the ones before now give.
@@ -60,16 +59,18 @@ def start_from_gptq(
         trainer: Computes the loss of a batch, and with it the inputs.
         model: Unwrapped (no DDP).
         layers: At the bits that they are to be rounded to.
-        dataloader: Of training; each pass over it begins anew.
-        examples: Of all processes together; each reads whole batches.
+        examples: Of all processes together; each reads whole batches. Of a batch the
+            first call of a layer counts.
 
     Raises:
         MoQError: The inputs of a layer are not finite.
     """
     with evaluating(model), eager():
+        # Another pass over the Trainer's own loader would disturb the one under way.
+        loader = trainer.get_train_dataloader()
+        share = examples // trainer.args.world_size
         batches = [
-            trainer._prepare_inputs(batch)
-            for batch in first_batches(dataloader, examples // trainer.args.world_size)
+            trainer._prepare_inputs(batch) for batch in first_batches(loader, share)
         ]
         for layer in layers:
             if _is_rounded(layer):
@@ -77,7 +78,12 @@ def start_from_gptq(
 
 
 def _is_rounded(layer: QuantLayer) -> bool:
-    return layer.float_weight.requires_grad and isinstance(layer, nn.Linear | Conv1D)
+    # A tied head is a table too.
+    return (
+        isinstance(layer, nn.Linear | Conv1D)
+        and layer.kind == layer.moq.kind
+        and layer.float_weight.requires_grad
+    )
 
 
 def _round(
