@@ -340,10 +340,10 @@ def embedding_models() -> list[list[Any]]:
 def embedding_speeds() -> list[list[Any]]:
     """Sentences a second of an embedding model, in PyTorch and ONNX Runtime."""
     measured = document("embedding_speeds")
-    found: list[list[Any]] = [["engine", "sentences a second", "cosine with float", "MB"]]
+    found: list[list[Any]] = [["engine", "sentences a second", "MB"]]
     for name, rate in measured["sentences a second"].items():
         size = f"{measured['bytes'][name] / 1e6:.1f}" if name in measured["bytes"] else ""
-        found.append([name, f"{rate:.0f}", f"{measured['cosine'][name]:.3f}", size])
+        found.append([name, f"{rate:.0f}", size])
     return found
 
 
@@ -353,8 +353,8 @@ def rerankers() -> list[list[Any]]:
     for line in lines_of("reranker"):
         kinds.setdefault((line["bits"], line["how"]), []).append(line)
     whole = kinds[32, "float"][0]["bytes"]
-    names = ("average_precision", "f1", "mrr", "ndcg")
-    found: list[list[Any]] = [["bits", "how", "average precision", "F1", "MRR@10", "nDCG@10", "folder over float"]]
+    names = ("average_precision", "mrr")
+    found: list[list[Any]] = [["bits", "how", "average precision", "MRR@10", "folder over float"]]
     for (bits, how), own in kinds.items():
         size = f"{own[0]['bytes'] / whole:.2f}" if "bytes" in own[0] else ""
         cells = [spread([line[name] for line in own], 1) for name in names]

@@ -167,9 +167,7 @@ class FullyShardedDataParallel(nn.Sequential):
 
 def test_gptq_of_shards_is_refused(two_processes: Path) -> None:
     for message in result(two_processes, "fsdp2/error/gptq"):
-        assert message.startswith(
-            "step 0: quantize_algo.gptq: FSDP2 and DeepSpeed keep the weights that they train"
-        )
+        assert message.startswith("step 0: quantize_algo.gptq: FSDP2 and DeepSpeed keep the weights that they train")
 
 
 def test_fsdp1_is_refused() -> None:

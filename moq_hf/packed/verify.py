@@ -196,11 +196,15 @@ def verify_quantized(
         compared = {parameter_of(name, layer.kind) for name, layer in layers.items()}
         for name in contents.others:
             tensor = contents.tensor(name)
-            # In the layout "gemma" a scale of 0 leaves in- or outputs alone.
-            if tensor.any() or not name.endswith("put_activation_scale"):
+            # In the layout "gemma" the scale is a scalar, and 0 leaves in- or outputs
+            # alone.
+            if name.endswith("put_activation_scale"):
+                if not tensor.any():
+                    continue
                 name = name.replace("put_activation_scale", "put_scale")
-                _compare(folder, name, tensor, expected, "tensor ")
-                compared.add(name)
+                tensor = tensor.view(1)
+            _compare(folder, name, tensor, expected, "tensor ")
+            compared.add(name)
         if model is not None and expected is not None:
             _check_all_compared(folder, model, expected, compared)
     if inputs is None or model is None:

@@ -15,6 +15,7 @@ from ..errors import MoQError
 from ..names import pretrained
 from ..processes import is_apart, is_distributed
 from ..quant_linear import QuantLayer
+from ..seams.transformers import prepared_inputs
 from ..weight_matrix import from_rows, to_rows
 from .measuring import eager, evaluating
 from .samples import first_batches
@@ -70,7 +71,7 @@ def start_from_gptq(
         loader = trainer.get_train_dataloader()
         share = examples // trainer.args.world_size
         batches = [
-            trainer._prepare_inputs(batch) for batch in first_batches(loader, share)
+            prepared_inputs(trainer, batch) for batch in first_batches(loader, share)
         ]
         for layer in layers:
             if _is_rounded(layer):
