@@ -309,7 +309,7 @@ def memory(report: "Report") -> None:
             held_now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         layers = {} if arm.controller is None else arm.controller.layers
         weights = sum(layer.weight.numel() for layer in layers.values())
-        levels = sum(layer.moq.levels.memory.nbytes for layer in layers.values())
+        levels = sum(each.memory.nbytes for layer in layers.values() for each in layer.moq.levels.values())
         found[name] = {"held": held_now - before, "peak": peak - before, "quantized": weights, "levels": levels}
         del arm, layers
         gc.collect()

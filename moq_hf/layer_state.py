@@ -3,6 +3,7 @@
 import itertools
 import sys
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -159,7 +160,10 @@ class LayerState:
         # Quantized weights of the pass that is under way, where the backward pass is to
         # compute them again.
         self.made: list[Tensor] | None = None
-        self.levels = triton_quant.Levels()
+        # By device: DataParallel's replicas share the state, each in a thread.
+        self.levels: defaultdict[torch.device, triton_quant.Levels] = defaultdict(
+            triton_quant.Levels
+        )
         # Compiled graphs know the state by its number: a tensor, on which they do not
         # depend.
         number = next(_numbers)
@@ -231,7 +235,8 @@ class LayerState:
 
     def renew(self) -> None:
         """After a change of bits, ratios or blend: write them where captured CUDA graphs read them."""
-        self.levels.write(self.bits, self.grid, self.ratio, self.blend)
+        for levels in tuple(self.levels.values()):
+            levels.write(self.bits, self.grid, self.ratio, self.blend)
 
     def fake_quantize(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The quantized weight in memory of its own, without a graph; also notes its scale.
@@ -246,7 +251,8 @@ class LayerState:
             fake_quantize: Any = quantizer.fake_quantize_with_scale
             if self.kernel is not False:
                 fake_quantize = partial(
-                    triton_quant.fake_quantize_with_scale, levels=self.levels
+                    triton_quant.fake_quantize_with_scale,
+                    levels=self.levels[weight.device],
                 )
             values, self.scale = fake_quantize(
                 matrix,

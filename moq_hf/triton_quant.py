@@ -49,16 +49,19 @@ class Levels:
         if self.memory.device != device or len(self.memory) != size:
             # It may be first needed in a mode whose tensors cannot be written in others.
             with torch.inference_mode(False):
-                self.memory = torch.zeros(size, device=device)
+                self.memory = torch.zeros(size, dtype=torch.float32, device=device)
             self._held = ()
 
     def write(self, bits: int, grid: Grid, ratio: Tensor | None, blend: float) -> None:
-        """Write a precision, where another one is held."""
+        """Write a precision, where another one is held, and its ratios are as many as there is memory for."""
         wanted = bits, grid, blend
-        if len(self.memory) and (self._held != wanted or self._ratio is not ratio):
+        size = len(self.memory)
+        fits = size > 0 if ratio is None else size == 8 + ratio.numel()
+        if fits and (self._held != wanted or self._ratio is not ratio):
             low, high = grid.limits(bits)
             farthest = low if grid.is_full(bits) else high
-            head = torch.tensor([low, high, farthest, blend, 1.0 - blend])
+            values = [low, high, farthest, blend, 1.0 - blend]
+            head = torch.tensor(values, dtype=torch.float32, device="cpu")
             # The host does not wait for the device, and `head` is read before it goes on.
             self.memory[:5].copy_(head, non_blocking=True)
             self.memory[8:] = 1.0 if ratio is None else ratio.flatten()
@@ -163,7 +166,11 @@ def _try_out(weight: Tensor, bits: int, grid: Grid, length: int, how: Any) -> No
     """
     low, high = grid.limits(bits)
     place = torch.arange(length, device=weight.device)
-    steps = torch.tensor([[1.0], [-0.3], [7e-3], [-(2.0**-120)]], device=weight.device)
+    steps = torch.tensor(
+        [[1.0], [-0.3], [7e-3], [-(2.0**-120)]],
+        dtype=torch.float32,
+        device=weight.device,
+    )
     hard = (steps * (low + place % (2 * (high - low) + 1) / 2)).to(weight.dtype)
     if how["ratio"] is not None:
         how = {**how, "ratio": steps.abs().clamp(0.2, 1.0)}
@@ -196,7 +203,7 @@ def _launch(
     # The interpreter does not round to bfloat16.
     y = torch.empty_like(x, dtype=torch.float32 if interpreted else dtype)
     groups = x.numel() // length
-    scale = torch.empty(groups, 1, device=x.device)
+    scale = torch.empty(groups, 1, dtype=torch.float32, device=x.device)
     levels = levels or Levels()
     levels.on(x.device, groups)
     levels.write(bits, grid, ratio, blend)

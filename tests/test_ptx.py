@@ -103,6 +103,9 @@ PTX = """
             "@%p1 mov.u32 %r2, %r1; shfl.sync.bfly.b32 %r3, %r2, 16, 31, -1; @%p1 st.global.b32 [%rd3], %r3;",
             "threads use what they have not written: @%p1 st.global",
         ),
+        # A half that was written stays so beside one that was not.
+        ("mov.b64 %rd4, {%r1, %r9}; mov.b64 {%r3, _}, %rd4; @%p1 st.global.b32 [%rd3], %r3;", ""),
+        ("mov.b64 %rd4, {%r1, %r9}; mov.b64 {_, %r3}, %rd4; @%p1 st.global.b32 [%rd3], %r3;", "use .*st.global"),
         ("@%p1 mov.u32 %r2, 1; add.s32 %r3, %r2, 0; setp.lt.s32 %p2, %r3, 0; @%p2 bra $L1;\n$L1:", "use .*bra"),
         ("@%p1 mov.u32 %r2, 1; shl.b32 %r2, %r2, 2; ld.shared.b32 %r3, [%r2];", "use .*ld.shared"),
         ("mov.u32 %r3, %r2;", "%r2 is read before it is written"),

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moq_hf import MoQConfig, quantize_model, quantizer, triton_quant
 from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
+from moq_hf.layer_state import LayerState
 from moq_hf.quantizer import RoundingSeed
 from moq_hf.training.controller import MoQController
 
@@ -231,6 +232,47 @@ def test_a_launch_that_fails_within_a_run_leaves_it_to_pytorch(
         assert same_bits(triton_quant.fake_quantize(weight, 8), quantizer.fake_quantize(weight, 8))
     (record,) = caplog.records
     assert "KeyError" in record.message and list(triton_quant._works.values()) == [False]
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype, untried: None) -> None:
+    weight = torch.randn(6, 96, device=DEVICE)
+    ratio = torch.full((6, 1), 0.85, device=DEVICE)
+    torch.set_default_dtype(dtype)
+    try:
+        assert agrees(weight, 8, Grid(PerChannel()), ratio=ratio, blend=0.3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@on_device
+def test_a_weight_of_another_shape_has_levels_of_its_own(untried: None) -> None:
+    layer: Any = nn.Sequential(nn.Linear(96, 40), nn.Linear(40, 2)).to(DEVICE)
+    quantize_model(layer, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    layer = layer[0]
+    for rows in (40, 30, 50):
+        layer.weight = nn.Parameter(torch.randn(rows, 96, device=DEVICE))
+        layer.set_bits(4)
+        expected = quantizer.fake_quantize(layer.float_weight, 4, layer.moq.grid, ratio=layer.moq.ratio)
+        assert len(layer.moq.ratio) == rows and same_bits(layer.quantized_weight(), expected)
+    assert list(triton_quant._works.values()) == [True]
+
+
+@pytest.mark.skipif(INTERPRETED or bool(ARCH), reason="it is of any path")
+def test_replicas_on_two_devices_do_not_share_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: dict[torch.device, Any] = {}
+
+    def fake_quantize(weight: torch.Tensor, *arguments: Any, levels: Any, **how: Any) -> tuple[torch.Tensor, None]:
+        used[weight.device] = levels
+        return weight, None
+
+    monkeypatch.setattr(triton_quant, "fake_quantize_with_scale", fake_quantize)
+    state = LayerState(Grid(), bits=4)
+    for place in ("cpu", "meta", "cpu"):
+        state.fake_quantize(torch.empty(4, 8, device=place), torch.float32)
+    first, second = used.values()
+    assert first is not second and set(state.levels) == set(used)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel has its functions in it")

@@ -353,6 +353,8 @@ class Machine:
         self.registers: dict[str, Value] = {}
         # In which lanes a register is undefined, where it is in any.
         self.undefined: dict[str, Value] = {}
+        # The same of the halves of a register that was joined.
+        self.joined: dict[str, list[Value]] = {}
         # In which lanes something is that the instruction has read.
         self.tainted: Value = np.False_
         self.shared = Shared(len(blocks), shared)
@@ -459,6 +461,7 @@ class Machine:
             undefined = np.where(self.active, undefined, is_new | self.undefined.get(target, np.False_))
             value = np.where(self.active, value, before)
         self.undefined.pop(target, None)
+        self.joined.pop(target, None)
         if undefined.any():
             self.undefined[target] = undefined
         self.registers[target] = value
@@ -468,11 +471,22 @@ class Machine:
     def do_mov(self, modifiers: list[str], kind: str, target: str, source: str) -> None:
         """A copy, or the joining or parting of a register's halves."""
         if target.startswith("{"):
-            for each, half in zip(listed(target), halves(self.read(source, kind)), strict=True):
+            values = halves(self.read(source, kind))
+            both = self.joined.get(source, [self.tainted] * 2)
+            for each, half, tainted in zip(listed(target), values, both, strict=True):
+                self.tainted = tainted
                 self.write(each, half)
         elif source.startswith("{"):
             half = f"b{int(kind[1:]) // 2}"
-            self.write(target, joined(*(np.asarray(self.read(each, half, unwritten=True)) for each in listed(source))))
+            parts, both = [], []
+            for each in listed(source):
+                self.tainted = np.False_
+                parts.append(np.asarray(self.read(each, half, unwritten=True)))
+                both.append(self.tainted)
+            self.tainted = np.logical_or(*both)
+            self.write(target, joined(*parts))
+            if self.active.all():
+                self.joined[target] = both
         else:
             self.write(target, self.read(source, kind))
 
