@@ -10,7 +10,9 @@ processor time.
 
 import argparse
 import json
+import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,6 @@ from typing import Any
 
 import embeddings
 import torch
-from deploy import in_turns
 from environment import environment, write
 from sentence_transformers import SentenceTransformer
 
@@ -42,6 +43,20 @@ def vectors(tokenizer: Any, run: Callable[[dict[str, Any]], torch.Tensor], texts
     states = run(inputs)
     mask = inputs["attention_mask"].unsqueeze(-1)
     return (states * mask).sum(1) / mask.sum(1)
+
+
+def in_turns(engines: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """The median processor time of each engine, in milliseconds."""
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for run in engines.values():
+        run()
+    began = time.process_time()
+    while time.process_time() - began < seconds:
+        for name, run in engines.items():
+            start = time.process_time()
+            run()
+            times[name].append(1e3 * (time.process_time() - start))
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def main() -> None:

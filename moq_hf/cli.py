@@ -361,29 +361,14 @@ def add_bench(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="speed, size and accuracy of the exported files on this CPU, and which one to deploy",
-        description="Export a packed checkpoint to a temporary folder, measure the files in ONNX Runtime and, if it "
+        description="Export a packed encoder to a temporary folder, measure the files in ONNX Runtime and, if it "
         "is installed, in OpenVINO beside PyTorch, and say which file to deploy here.",
         argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
     add("directory", metavar="DIR", help="a packed checkpoint with its tokenizer")
-    add(
-        "--batch",
-        dest="batches",
-        type=_positive,
-        nargs="+",
-        help="batch sizes; default: 1 8",
-    )
-    add(
-        "--sequence",
-        dest="sequences",
-        type=_positive,
-        nargs="+",
-        help="tokens, of a decoder those in its cache before one more; default: 16 128",
-    )
-    add("--threads", type=_positive, help="of each engine; default: PyTorch's number")
-    add("--activation_bits", type=_positive, help="as for export")
-    add("--repeats", type=_positive, help="forward passes per shape; default: 20")
+    add("--batch", type=_positive, help="examples timed together; default: 8")
+    add("--sequence", type=_positive, help="tokens of each of them; default: 128")
     add(
         "--max_loss",
         type=_weight,

@@ -75,7 +75,10 @@ def example_of(
     batch = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     tensors = inputs_after(model, batch, input_ids.shape[1] // 2)
     names = list(tensors)
-    inputs, past = _split(tensors)
+    past = [tensor for name, tensor in tensors.items() if _PAST in name]
+    inputs: dict[str, Any] = {
+        name: tensor for name, tensor in tensors.items() if _PAST not in name
+    }
     inputs[_PAST] = past
     dynamic = {
         "input_ids": {0: "batch", 1: "sequence"},
@@ -113,22 +116,6 @@ def inputs_after(
     for name, tensor in _tensors_of(before.past_key_values).items():
         inputs[f"{_PAST}.{name}"] = tensor[:, :, :past].contiguous()
     return inputs
-
-
-def answer(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """What a model in PyTorch answers to the inputs of its graph: its first output."""
-    given, past = _split(inputs)
-    if past:
-        pairs = list(zip(past[::2], past[1::2], strict=True))
-        given |= {"past_key_values": DynamicCache(pairs), "use_cache": True}
-    output: Tensor = model(**given)[0]
-    return output
-
-
-def _split(inputs: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-    """The inputs of a graph without its cache, and the cache."""
-    given = {name: tensor for name, tensor in inputs.items() if _PAST not in name}
-    return given, [tensor for name, tensor in inputs.items() if _PAST in name]
 
 
 def _tensors_of(cache: Any) -> dict[str, Tensor]:

@@ -341,7 +341,7 @@ def test_models_of_pictures(kind: str, tmp_path: Path) -> None:
     assert found.bytes["weight-only"] < 0.5 * found.bytes["float checkpoint"]
     with pytest.raises(MoQError, match="compared on random ones"):
         export_onnx(source, tmp_path / "other", data=Data([("a",), ("b",)]))
-    with pytest.raises(MoQError, match="models of texts are measured"):
+    with pytest.raises(MoQError, match="encoders of texts are measured"):
         benchmark(source)
 
 
