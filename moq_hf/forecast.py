@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .config import MoQConfig
-from .config_fields import AUTO_DEADLINE, LARGEST
+from .config_fields import LARGEST
 from .errors import MoQError
 from .schedule import (
     FLOAT_BITS,
@@ -15,7 +15,6 @@ from .schedule import (
     Switch,
     fade_steps,
     offset_step_of,
-    quotient,
 )
 from .text import table
 
@@ -293,34 +292,16 @@ def _cases(
 def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:
     """What would bring the latest block to its target before the run ends."""
     offset = offset_step_of(config, total_steps)
-    target = late.target_bits
-    since = [s.step - offset for s in late.switches if s.before != FLOAT_BITS]
     room = total_steps - offset - fade_steps(config)
+    since = [s.step - offset for s in late.switches if s.before != FLOAT_BITS]
     options = []
     # The last drop comes at a multiple of the period, since the rule only multiplies.
     if since and (period := room // (since[-1] // since[0])) > 0:
         options.append(f"a quantize_period of at most {period}")
     if fitting := sum(step <= room for step in since):
-        options.append(f"start_bits {target + fitting}")
-    if room >= len(since):
-        auto = int(AUTO_DEADLINE * total_steps) - offset - fade_steps(config) >= len(
-            since
-        )
-        options.append('the quantize_period "auto"' if auto else "a deadline of 1")
-    left = total_steps - offset - (since[-1] if since else 0)
-    if config.blend.enabled and left > 0:
-        options.append(f"a quantize_change_ratio of at least {quotient(1, left)}")
-    bits = next(
-        (s.bits for s in reversed(late.switches) if s.step <= total_steps),
-        config.start_bits,
-    )
-    blend = " without a share of the float weights" if config.blend.enabled else ""
+        options.append(f"start_bits {late.target_bits + fitting}")
+    fits = ", or ".join(options) or f"only a run of {late.target_step} steps"
     return (
-        f"the run has {total_steps} optimizer steps but reaches {target} bits{blend} only at step {late.target_step} "
-        f"({late.name}; it ends at {bits} bits): "
-        + (
-            f"{', or '.join(options)} fits"
-            if options
-            else f"only a run of {late.target_step} steps fits"
-        )
+        f"the run has {total_steps} optimizer steps but reaches {late.target_bits} bits only at step "
+        f"{late.target_step} ({late.name}): {fits} fits"
     )

@@ -177,27 +177,13 @@ class PrecisionSchedule:
         return self.targets is None and bool(self.due())
 
     def choose(self, targets: Mapping[str, int]) -> None:
-        """Take the bits that the blocks end with, under a budget; `overrides` may have fixed those of some.
-
-        Raises:
-            MoQError: They are of other blocks, not among the choices, or were given
-                before.
-        """
-        if self.targets is not None:
-            raise MoQError("the bits of the blocks are chosen already")
+        """Take the bits that the blocks end with, under a budget; `overrides` may have fixed those of some."""
         fixed = {
             name: own.targets[0]
             for name, own in self._configs.items()
             if own.budget is None
         }
-        targets = {**fixed, **targets}
-        if targets.keys() != self.bits.keys() or any(
-            bits not in self._configs[name].targets for name, bits in targets.items()
-        ):
-            raise MoQError(
-                f"targets must be {self.config.target_in_words}, one for each of {', '.join(self.bits)}"
-            )
-        self.targets = {name: targets[name] for name in self.bits}
+        self.targets = {**fixed, **targets}
         self.period = {name: self._first(name) for name in self.bits}
 
     @property
@@ -384,35 +370,20 @@ class PrecisionSchedule:
             )
         fade = fade_steps(config)
         longest = max(self._configs, key=self._drops)
-        target = self._target(longest)
         drops = self._drops(longest)
-        room = last - offset - fade
-        if room >= drops:
-            self._room = room
+        self._room = last - offset - fade
+        if self._room >= drops:
             return
-        options = []
-        if drops and room > 0:
-            options.append(f"start_bits {target + room}")
-        earlier = last - fade - drops
-        # A budget needs a step to choose; a share may be that of a float phase.
-        least = 0 if config.budget is None else 1
-        if isinstance(config.offset, int) and earlier >= least:
-            options.append(f"schedule_offset {earlier}")
         needed = offset + drops + fade
-        if needed <= total_steps:
-            options.append(f"a deadline of {quotient(needed, total_steps)}")
-        if fade and last - offset - drops > 0:
-            options.append(
-                f"quantize_change_ratio {quotient(1, last - offset - drops)}"
-            )
-        options.append(
-            f"a run of {math.ceil(needed / Fraction(str(config.deadline)))} steps"
-        )
+        longer = math.ceil(needed / Fraction(str(config.deadline)))
+        fits = f"a run of {longer} steps"
+        if drops and self._room > 0:
+            fits = f"start_bits {self._target(longest) + self._room}, or {fits}"
+        blend = f" and the {fade} steps of the last blend" if fade else ""
         raise MoQError(
-            f"quantize_schedule.deadline: {config.deadline:g} of {total_steps} optimizer steps is step "
-            f"{last}; with schedule_offset {offset} the {drops} drops from {target + drops} to {target} bits, "
-            f"at most one a step, {f'and the {fade} steps of the last blend ' if fade else ''}take until step "
-            f"{needed} at least. What would fit: {', or '.join(options)}"
+            f"quantize_schedule.deadline: {config.deadline:g} of {total_steps} optimizer steps is step {last}; with "
+            f"schedule_offset {offset} the {drops} drops, at most one a step,{blend} take until step {needed} at "
+            f"least. What would fit: {fits}"
         )
 
     def _change(self, name: str, eigenvalue: float | None) -> Switch:
@@ -495,12 +466,3 @@ def begins_in_float(config: MoQConfig) -> bool:
 def _share_of(share: float, total_steps: int) -> int:
     """The step at a share of a run. The share counts as the decimal fraction that was written: 0.29 of 100 is 29."""
     return int(Fraction(str(share)) * total_steps)
-
-
-def quotient(numerator: int, denominator: int) -> str:
-    """Format a quotient for an error text, rounded up to four decimals.
-
-    >>> quotient(1, 3)
-    '0.3334'
-    """
-    return f"{math.ceil(Fraction(10_000 * numerator, denominator)) / 10_000:g}"

@@ -164,8 +164,8 @@ LATE = {"quantize_bits": {"start_bits": 8, "target_bits": 4}, "quantize_schedule
 
 
 def test_a_run_that_cannot_reach_its_target_does_not_begin(tmp_path: Path) -> None:
-    text = r"the run has 8 optimizer steps but reaches 4 bits only at step 800 .* a quantize_period of at most 1, or .*"
-    text += "fits; .*allow_unreached true"
+    text = r"the run has 8 optimizer steps but reaches 4 bits only at step 800 .* a quantize_period of at most 1 fits; "
+    text += ".*allow_unreached true"
     with pytest.raises(MoQError, match=text):
         trained(tmp_path / "stock", LATE)
     with pytest.raises(MoQError, match=text):
@@ -186,7 +186,7 @@ def test_allow_unreached_trains_all_the_same(tmp_path: Path, caplog: pytest.LogC
 def test_what_only_may_be_late_is_a_note() -> None:
     """How late a sensitive block drops is known when it is measured."""
     made = plan("eigen", 345)
-    assert not made.reached and "most sensitive; it ends at 9 bits" in made.notes[0]
+    assert not made.reached and "(most sensitive)" in made.notes[0]
     with pytest.raises(MoQError, match="least sensitive"):
         plan("eigen", 7)
 
@@ -448,9 +448,7 @@ def test_the_plan_of_a_run_is_that_of_its_layers(tmp_path: Path) -> None:
     # Together the two globs make four drops of the queries of layer 0, which neither makes alone.
     overrides = {"*.layer.0.*": {"start_bits": 6}, "query": {"bits": 2}}
     falling = MoQCallback(bits=4, period=2, overrides=overrides)
-    with pytest.raises(
-        MoQError, match=r"reaches 2 bits only at step 16 \(\*\.layer\.0\.\* and query; it ends at 3 bits"
-    ):
+    with pytest.raises(MoQError, match=r"reaches 2 bits only at step 16 \(\*\.layer\.0\.\* and query\)"):
         trained(tmp_path / "short", falling, max_steps=8)
     trained(tmp_path / "long", falling, max_steps=16)
     assert falling.plan is not None

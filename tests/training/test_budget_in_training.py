@@ -232,16 +232,11 @@ def test_a_schedule_needs_its_choice() -> None:
     assert schedule.is_choosing
     with pytest.raises(MoQError, match="not chosen yet"):
         schedule.advance()
-    for wrong in ({"a": 2}, {"a": 2, "b": 5}):
-        with pytest.raises(MoQError, match="one for each of a, b"):
-            schedule.choose(wrong)
     schedule.choose({"a": 2, "b": 8})
     assert [(s.block, s.bits) for s in schedule.advance()] == [("a", 2), ("b", 8)]
     again = PrecisionSchedule(schedule.config, ["a", "b"])
     again.load_state_dict(schedule.state_dict())
     assert again.targets == {"a": 2, "b": 8} and again.at_target
-    with pytest.raises(MoQError, match="chosen already"):
-        again.choose({"a": 2, "b": 8})
 
 
 def test_units_are_what_servers_fuse() -> None:
