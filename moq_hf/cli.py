@@ -95,14 +95,6 @@ def add_plan(subparsers: Any) -> None:
         "--model",
         help="folder or Hub id of the model: what is quantized, the size of the result, and the memory of the run",
     )
-    add(
-        "--half", action="store_true", help="with --model: the run has --bf16 or --fp16"
-    )
-    add(
-        "--teacher",
-        action="store_true",
-        help="with --model: a float model as large is beside it, as with --float_first",
-    )
     parser.set_defaults(run=_plan)
 
 
@@ -110,19 +102,12 @@ def _plan(args: argparse.Namespace) -> None:
     from .config import MoQConfig
     from .forecast import plan
 
-    if args.model is None and (args.half or args.teacher):
-        raise MoQError("--half and --teacher go with --model")
     planned = plan(MoQConfig.load(args.config), args.max_steps)
     print(planned)
     if args.model is not None:
         from .memory import plan_of_model
 
-        print()
-        print(
-            plan_of_model(
-                args.model, planned.config, args.max_steps, args.half, args.teacher
-            )
-        )
+        print(f"\n{plan_of_model(args.model, planned.config, args.max_steps)}")
 
 
 def add_migrate(subparsers: Any) -> None:

@@ -12,17 +12,13 @@ from .text import table
 from .training.controller import MoQController
 
 
-def plan_of_model(
-    model: str, config: MoQConfig, total_steps: int, half: bool, teacher: bool
-) -> str:
+def plan_of_model(model: str, config: MoQConfig, total_steps: int) -> str:
     """What a run does to a model, how large the result is, and what memory the run takes, without its weights.
 
     Args:
         model: Folder or Hub id with the model's `config.json`.
         config: Of the run.
         total_steps: Its optimizer steps.
-        half: As for `memory_of`.
-        teacher: As for `memory_of`.
 
     Raises:
         MoQError: There is no such model, or the config does not fit it.
@@ -40,28 +36,23 @@ def plan_of_model(
                 controller.layers[name].set_bits(targets[block])
         sizes = controller.sizes
         lines.append(f"delivered: {sizes.mb:,.1f} MB, {sizes.float_mb:,.1f} in float")
-    parts = memory_of(controller, half, teacher).items()
+    parts = memory_of(controller).items()
     rows = [(name, f"{size / 1e6:,.1f}") for name, size in parts if size]
     lines += ["", table([("memory", "MB"), *rows])]
     return "\n".join(lines)
 
 
-def memory_of(
-    controller: MoQController, half: bool = False, teacher: bool = False
-) -> dict[str, int]:
+def memory_of(controller: MoQController) -> dict[str, int]:
     """What a run with AdamW on one device holds beside activations, in bytes, by the shapes of its model.
 
     Activations are those of the same run in float. Most is held at the beginning of a
     backward pass, which needs the quantized weights of the forward pass again; tables
-    are looked up and not kept, so the largest one counts. The delivered folder is
-    compared with a model in evaluation.
+    are looked up and not kept, so the largest one counts; in a pass in half precision
+    (`bf16`, `fp16`) they are half as large. A teacher is as large as the model. The
+    delivered folder is compared with a model in evaluation.
 
     Args:
         controller: Of the run; its model may lie on the meta device.
-        half: Whether passes compute in half precision (`bf16` or `fp16` of the
-            Trainer); the weights that are trained keep their dtype.
-        teacher: Whether a float model of the same size is beside it, as it is where
-            the config names a `distillation.teacher`.
     """
     model = controller.model
     parameters = list(model.parameters())
@@ -74,11 +65,9 @@ def memory_of(
     for name, layer in controller.all_layers.items():
         is_table = name in controller.embeddings
         size = _bytes(layer.float_weight)
-        if half and not is_table:
-            size = 2 * shape_of(layer.float_weight).numel()
         # The head that shares a table multiplies with it.
         (tables if is_table and name not in shared else multiplied).append(size)
-    has_teacher = teacher or controller.config.distillation.teacher is not None
+    teacher = controller.config.distillation.teacher
     parts = {
         # Buffers included.
         "weights": weights + sum(map(_bytes, model.buffers())),
@@ -86,7 +75,7 @@ def memory_of(
         "optimizer (two numbers a weight, as AdamW)": 2 * gradients,
         "quantized weights of a training pass": sum(multiplied) + max(tables),
         "quantized copy for evaluation": sum(multiplied) + sum(tables),
-        "teacher": weights if has_teacher else 0,
+        "teacher": 0 if teacher is None else weights,
         "delivered model, loaded for the proof": weights
         if controller.config.prove
         else 0,

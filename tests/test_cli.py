@@ -64,7 +64,6 @@ def test_migrate_writes_a_config_that_fits_the_run(
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["plan", "configs/moq.json", "--max_steps", "99", "--half"], "go with --model"),
         (["plan", "w9", "--max_steps", "9"], "the presets are"),
         (["migrate", "nowhere.json", "--max_steps", "9"], "nowhere.json does not exist"),
         (["inspect", "nowhere"], "nowhere is not a directory"),
