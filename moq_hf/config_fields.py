@@ -468,6 +468,13 @@ class ConfigFields:
         FailFast(),
         key("names or globs left in full precision, beside the model's output heads"),
     ] = None
+    lora: Annotated[
+        Literal["merged"] | None,
+        key(
+            '`"merged"`: PEFT\'s LoRA trains the weight that is delivered: each pass quantizes W + s B A, so that the '
+            "folder needs no PEFT; null: adapters stay floats beside the quantized weights"
+        ),
+    ] = None
     embeddings: Annotated[
         ByteBits | Literal["auto"] | None,
         key(

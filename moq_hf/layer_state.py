@@ -4,6 +4,7 @@ import itertools
 import sys
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -104,7 +105,7 @@ class Copy(NamedTuple):
 
     values: Tensor
     key: tuple[Any, ...]
-    sources: tuple[Tensor, Tensor | None]
+    sources: tuple[Any, ...]
 
 
 @dataclass(eq=False)
@@ -132,6 +133,8 @@ class LayerState:
             pass.
         scale: The weight's scale when it was last quantized; not finite where a group
             held NaN or Inf.
+        lora: Gives the weight with PEFT's adapters in it, where `"lora": "merged"` asks
+            for that; see `MergedLora`.
     """
 
     grid: Grid
@@ -149,6 +152,7 @@ class LayerState:
     handed_over: bool = False
     handed_dtype: torch.dtype | None = None
     scale: Tensor | None = field(default=None, repr=False)
+    lora: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._begin()
@@ -203,6 +207,14 @@ class LayerState:
                 f"{parameter_of(self.name, self.kind)} cannot be quantized: {error}"
             ) from error
 
+    def merged(
+        self, weight: Tensor, read: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """The float weight that is quantized, with what adapters add to it; see `MergedLora.merged`."""
+        if self.lora is None:
+            return weight if read is None else read(weight)
+        return cast(Tensor, self.lora.merged(weight, read))
+
     def quantized_weight(
         self, weight: Tensor, dtype: torch.dtype | None, training: bool
     ) -> Tensor:
@@ -217,15 +229,17 @@ class LayerState:
         if dtype is None:
             dtype = _matmul_dtype(weight)
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            return cast(Tensor, fake_quantize_in_graph(weight, self.number, dtype))
+            merged = self.merged(weight)
+            return cast(Tensor, fake_quantize_in_graph(merged, self.number, dtype))
         self.used = True
         if self.bits == FLOAT_BITS or weight.is_meta:
-            return weight
+            return self.merged(weight)
         changes = training or torch.is_grad_enabled() or self.handed_over
         # What torch.func and torch.export trace has no memory of its own, by which a
         # copy would be known.
         if changes or is_transformed() or torch.compiler.is_exporting():
             self.copies.clear()
+            weight = self.merged(weight)
             quantized = self.fake_quantize(weight, dtype)
         else:
             quantized = self.copy_of(weight, dtype)
@@ -242,7 +256,7 @@ class LayerState:
         """The quantized weight in memory of its own, without a graph; also notes its scale.
 
         Args:
-            weight: The whole float weight, in the layer's own layout.
+            weight: The whole float weight, merged, in the layer's own layout.
             dtype: Of the result.
         """
         self.handed_dtype = weight.dtype if self.handed_over else None
@@ -282,12 +296,13 @@ class LayerState:
             self.blend,
             self.seed,
             id(self.ratio),
+            *(() if self.lora is None else self.lora.key()),
         )
         kept = self.copies.get(dtype)
         if kept is None or kept.key != key:
-            kept = Copy(
-                self.fake_quantize(weight, dtype), key, (weight.detach(), self.ratio)
-            )
+            values = self.fake_quantize(self.merged(weight), dtype)
+            adapters = None if self.lora is None else self.lora.active
+            kept = Copy(values, key, (weight.detach(), self.ratio, adapters))
             self.copies[dtype] = kept
         return kept.values
 

@@ -1,5 +1,6 @@
 """Names of modules and parameters as the state dict has them, and the model without its wrappers."""
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
@@ -14,8 +15,12 @@ from .seams.transformers import (
     COMPILED,
     ORIGINAL,
     TRAINED_COPIES,
+    called_part,
     is_peft,
 )
+
+# What stands in the name of a layer that PEFT adapts, or trains a copy of.
+_OF_PEFT = re.compile(rf"(^|\.)({ADAPTED}|{ORIGINAL}|{TRAINED_COPIES}\.[^.]+)(?=\.|$)")
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -84,19 +89,37 @@ def pretrained(model: nn.Module) -> nn.Module:
     return body_of(inner) or inner
 
 
-def adapters(model: nn.Module) -> list[str]:
-    """The names of the modules that PEFT has put into the model, none of which is quantized.
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """PEFT's wrappers of layers by name; the layer is called `base_layer` in each."""
+    return {
+        name: module
+        for name, module in named_modules(model)
+        if ADAPTED in module._modules and is_peft(module)
+    }
+
+
+def adapters(model: nn.Module, merged: bool = False) -> list[str]:
+    """The names of the modules that are not of the model that is delivered, none of which is quantized.
 
     They lie beside the `base_layer` that they adapt, or are copies to be trained of an
-    `original_module`.
+    `original_module`; if adapters are merged, it is the original that is not delivered.
+
+    Args:
+        model: With what PEFT has put into it.
+        merged: Whether adapters are merged into the layers.
     """
     names = []
     for name, module in named_modules(model):
-        parts = dict(module.named_children())
-        if ADAPTED in parts and is_peft(module):
-            names += [f"{name}.{part}" for part in parts if part != ADAPTED]
-        elif {ORIGINAL, TRAINED_COPIES} <= parts.keys() and is_peft(module):
-            names.append(f"{name}.{TRAINED_COPIES}")
+        parts: dict[str, Any] = module._modules
+        if {ORIGINAL, TRAINED_COPIES} <= parts.keys() and is_peft(module):
+            kept = called_part(module) if merged else ORIGINAL
+            copies = [f"{TRAINED_COPIES}.{copy}" for copy in parts[TRAINED_COPIES]]
+            every = [ORIGINAL, *copies]
+        elif ADAPTED in parts and is_peft(module):
+            kept, every = ADAPTED, [*parts]
+        else:
+            continue
+        names += [f"{name}.{part}" for part in every if part != kept]
     return names
 
 
@@ -107,11 +130,12 @@ def plain_name(name: str, added: Iterable[str]) -> str | None:
     'encoder.weight'
     >>> plain_name("encoder.lora_A.weight", ["encoder.lora_A"]) is None
     True
+    >>> plain_name("pooler.modules_to_save.default.dense", ["pooler.original_module"])
+    'pooler.dense'
     """
     if any(is_below(name, adapter) for adapter in added):
         return None
-    parts = [p for p in name.split(".") if p not in ("base_layer", "original_module")]
-    return ".".join(parts)
+    return _OF_PEFT.sub("", name).lstrip(".")
 
 
 def is_below(name: str, module: str) -> bool:

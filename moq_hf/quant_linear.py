@@ -148,17 +148,24 @@ class QuantLayer(QuantModule):
         Args:
             dtype: Of the result.
         """
-        weight = self._whole_weight()
+        weight = self.whole_weight()
         return (
             weight.to(dtype)
             if self.moq.bits == FLOAT_BITS
             else self.moq.fake_quantize(weight, dtype)
         )
 
-    def _whole_weight(self) -> Tensor:
-        """The float weight, whole, rounded to the dtype in which an engine hands it over."""
-        weight = whole(self.float_weight)
-        return weight.to(self.moq.handed_dtype or weight.dtype)
+    def whole_weight(self) -> Tensor:
+        """The float weight that is quantized, whole and without a graph, in the dtype in which an engine hands it over.
+
+        All processes that share it must ask for it.
+        """
+
+        def read(parameter: Tensor) -> Tensor:
+            values = whole(parameter)
+            return values.to(self.moq.handed_dtype or values.dtype)
+
+        return self.moq.merged(self.float_weight, read).detach()
 
     def quantized_input(self, input: Tensor) -> Tensor:
         """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
@@ -183,7 +190,7 @@ class QuantLayer(QuantModule):
             and not self.float_weight.is_meta
             and state.grid.searches(state.bits)
         ):
-            matrix = to_rows(self._whole_weight().detach(), self.kind)
+            matrix = to_rows(self.whole_weight(), self.kind)
             state.ratio = quantizer.least_squares_ratio(matrix, state.bits, state.grid)
         state.renew()
 
@@ -305,7 +312,8 @@ def _recomputing(layers: list[QuantLayer]) -> Iterator[None]:
 
 def _again(layer: QuantLayer, dtype: torch.dtype, *place: Any) -> Tensor:
     """Quantize a weight again, and give the part at a place in its memory."""
-    return layer.moq.fake_quantize(layer.float_weight, dtype).as_strided(*place)
+    weight = layer.moq.merged(layer.float_weight)
+    return layer.moq.fake_quantize(weight, dtype).as_strided(*place)
 
 
 class QuantLinear(QuantLayer, nn.Linear):

@@ -571,7 +571,8 @@ def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | N
             faults.setdefault(spec.input_fault, []).append(saved)
         if form_of(spec, "packed") == "packed":
             packed.append(saved)
-            has_lora |= f"{name.removesuffix(ADAPTED)}lora_A" in inventory.adapters
+            added = () if inventory.merged else inventory.adapters
+            has_lora |= f"{name.removesuffix(ADAPTED)}lora_A" in added
     for why, names in faults.items():
         return f"{why} ({shortened(names)})"
     try:

@@ -11,13 +11,14 @@ from ..errors import MoQError, check_choice
 from ..grid import Grid
 from ..inputs import inputs_out_of_reach, new_inputs
 from ..layer_state import LayerState
+from ..lora import merge_adapters
 from ..names import named_modules, unwrapped
-from ..processes import device_of, largest_over_ranks, local_part, sharded_as, whole
+from ..processes import device_of, largest_over_ranks, local_part, sharded_as
 from ..quant_experts import ExpertsWeight, make_quantized, quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer, base_class, quant_class
 from ..quantizer import RoundingSeed
 from ..schedule import FLOAT_BITS
-from ..seams.transformers import ADAPTED, experts_transposed, is_peft, unpack
+from ..seams.transformers import experts_transposed, unpack
 from ..weight_matrix import Kind, parameter_of
 from .inventory import Inventory, is_packed
 from .selection import grid_of, take_inventory
@@ -123,7 +124,7 @@ def dequantize_model(
             with torch.no_grad():
                 weight.copy_(sharded_as(weight, layer.quantized_copy(weight.dtype)))
         restore(layer)
-    _guard_merging(model.modules())
+    merge_adapters(model, False, adopts=weights == "quantized")
     return given
 
 
@@ -197,7 +198,7 @@ def prepare_model(
         )
     for module, own_states in states.items():
         make_quantized(module, own_states)
-    _guard_merging(inventory.modules.values())
+    merge_adapters(inventory.model, inventory.merged)
     quantized: dict[str, Any] = {**quantized_layers(inventory.model)}
     for layer in quantized.values():
         layer.invalidate()
@@ -217,22 +218,6 @@ def _new_state(
     seed = RoundingSeed(config.seed, index)
     return LayerState(
         grid, kind, seed=seed, kernel=config.kernel, config=config, name=name
-    )
-
-
-def _guard_merging(modules: Iterable[nn.Module]) -> None:
-    """Refuse to merge adapters into quantized weights: the sum would be on no grid."""
-    for module in modules:
-        if isinstance(module._modules.get(ADAPTED), QuantLayer) and is_peft(module):
-            module.merge = _refuse_merging  # type: ignore[assignment]
-        elif module.__dict__.get("merge") is _refuse_merging:
-            del module.merge
-
-
-def _refuse_merging(*args: Any, **kwargs: Any) -> None:
-    raise MoQError(
-        "adapters cannot be merged into quantized layers: call moq_hf.dequantize_model(model) first, then the merged "
-        "model computes the same in float"
     )
 
 
@@ -264,9 +249,7 @@ def check_finite(
     for name, layer in layers.items():
         seen = layer.moq.scale
         if read_weights:
-            seen = (
-                whole(layer.float_weight) if gather else local_part(layer.float_weight)
-            )
+            seen = layer.whole_weight() if gather else local_part(layer.float_weight)
         else:
             # Check each scale once, and do not keep it for the next step.
             layer.moq.scale = None

@@ -47,7 +47,9 @@ class Inventory:
         model: The model without what wraps it; see `unwrapped`.
         named: Every name with its module; a module in two places has two.
         modules: Name to module, each module once, in model order.
-        adapters: Names of the modules that PEFT has put in.
+        adapters: Names of the modules that PEFT has put in, or instead of which it has
+            put others.
+        merged: Whether its adapters are merged into the layers.
         layers: The linear layers and convolutions that a config quantizes by name;
             `take_inventory` fills it, and the next six.
         experts: The parameters of experts that it quantizes, by their names, each with
@@ -71,6 +73,7 @@ class Inventory:
     named: Sequence[tuple[str, nn.Module]] = field(repr=False)
     modules: Mapping[str, nn.Module] = field(repr=False)
     adapters: Sequence[str] = ()
+    merged: bool = False
     layers: Mapping[str, Layer] = field(default_factory=dict)
     experts: Mapping[str, nn.Module] = field(default_factory=dict)
     embeddings: Mapping[str, nn.Embedding] = field(default_factory=dict)
@@ -80,14 +83,20 @@ class Inventory:
     left_out: Mapping[str, str | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Any) -> "Inventory":
-        """What is in a model, or in what a Trainer shows around it; see `unwrapped`."""
+    def of(cls, model: Any, merged: bool = False) -> "Inventory":
+        """What is in a model, or in what a Trainer shows around it; see `unwrapped`.
+
+        Args:
+            model: The model.
+            merged: Whether PEFT's adapters are, or will be, merged into its layers.
+        """
         model = unwrapped(model)
         named = tuple(named_modules(model, every=True))
         # Where activation checkpointing wraps a module under the same name, this takes
         # the module.
         modules = dict(named_modules(model))
-        return cls(model, named, modules, tuple(adapters(model)))
+        added = tuple(adapters(model, merged))
+        return cls(model, named, modules, added, merged)
 
     @cached_property
     def linears(self) -> dict[str, nn.Linear | Conv1D]:

@@ -19,10 +19,10 @@ from ..config_fields import given_in, matches
 from ..errors import MOST_FAULTS, MoQError, shortened
 from ..grid import Grid, Grouping, PerChannel, RowBlocks
 from ..inputs import inputs_out_of_reach
-from ..names import is_below
-from ..processes import check_supported
+from ..names import adapted_layers, is_below
+from ..processes import check_supported, is_partitioned
 from ..quant_experts import experts_parameters, matrix_of
-from ..seams.transformers import ADAPTED, has_dora
+from ..seams.transformers import ADAPTED, active_lora, has_dora, lora_fault
 from ..serving import REQUIRED, check_served
 from .inventory import (
     CONVOLUTIONS,
@@ -52,7 +52,7 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
         MoQError: What `quantize_model` raises, except for NaN and Inf; or a server in
             `serve` cannot take what is chosen.
     """
-    inventory = Inventory.of(model)
+    inventory = Inventory.of(model, config.enabled and config.lora == "merged")
     if not config.enabled:
         return inventory
     if is_packed(inventory.model):
@@ -81,6 +81,7 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
         },
     )
     _check_overrides(inventory.scheduled, config)
+    _check_adapters(inventory)
     check_served(inventory, config)
     return inventory
 
@@ -201,7 +202,6 @@ def select_layers(
         listed = shortened((f"{name} {why[name]}" for name in every), MOST_FAULTS)
         raise MoQError(f"no {what} is left to quantize: {listed}{hint}")
     _check_groups({name: _features(layer) for name, layer in chosen.items()}, config)
-    _check_adapters(inventory, chosen)
     _check_fused(inventory, chosen, config)
     left_out = {name: reasons[name] for name in every if name not in chosen}
     if isinstance(config.embeddings, int):
@@ -491,23 +491,46 @@ def _check_weights(layers: Mapping[str, Layer]) -> None:
         )
 
 
-def _check_adapters(inventory: Inventory, layers: Iterable[str]) -> None:
-    """Refuse DoRA: its norm is of the float weight in training, but of the quantized one after loading.
+def _check_adapters(inventory: Inventory) -> None:
+    """Refuse adapters with which something else would be delivered than what was trained.
+
+    DoRA that is not merged takes the norm of the float weight in training, and of the
+    quantized one after loading.
 
     Raises:
-        MoQError: There are DoRA adapters; the text names them.
+        MoQError: There are such adapters, or none where they are to be merged; names the
+            layers.
     """
-    parents = {
-        name: inventory.modules[name.removesuffix(f".{ADAPTED}")]
-        for name in layers
-        if ADAPTED in name
-    }
-    wrong = [name for name, parent in parents.items() if has_dora(parent)]
-    if wrong:
+    wrappers = adapted_layers(inventory.model)
+    if inventory.merged and not wrappers:
         raise MoQError(
-            f"DoRA on quantized layers would compute something else after loading: {', '.join(wrong)}; use LoRA "
-            "without use_dora, or name them in modules_to_not_convert"
+            'lora: "merged", and the model has no layer with PEFT\'s LoRA: call peft.get_peft_model before, or leave '
+            "the key out"
         )
+    quantized = {*inventory.layers, *inventory.embeddings, *inventory.tied}
+    # Where the adapters of each weight lie: PEFT can tie those of layers that share it.
+    places: dict[str, set[int]] = {}
+    wrong: dict[str, list[str]] = {}
+    for wrapper_name, wrapper in wrappers.items():
+        name = f"{wrapper_name}.{ADAPTED}"
+        fault = None
+        if not inventory.merged:
+            if name in quantized and has_dora(wrapper):
+                fault = 'DoRA on quantized layers would compute something else after loading: set "lora": "merged"'
+        elif name not in quantized:
+            fault = "cannot be merged into what stays in float: quantize it, or take it out of target_modules"
+        elif (fault := lora_fault(wrapper)) is None:
+            parts = [part for lora in active_lora(wrapper) for part in (lora.a, lora.b)]
+            place = {part.data_ptr() for part in parts}
+            if places.setdefault(inventory.tied.get(name, name), place) != place:
+                fault = "two adapters of one weight: set ensure_weight_tying"
+            if any(map(is_partitioned, parts)):
+                fault = "ZeRO-3 does not gather adapters for other modules: use FSDP2 or ZeRO-2"
+        if fault is not None:
+            wrong.setdefault(fault, []).append(name)
+    if wrong:
+        told = [f"{fault} ({shortened(names)})" for fault, names in wrong.items()]
+        raise MoQError(f"PEFT: {'; '.join(told)}")
 
 
 def _check_fused(

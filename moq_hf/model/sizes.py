@@ -83,7 +83,8 @@ class ModelSizes:
         self._others_bits = 0
         seen = set[int]()
         for name, parameter in inventory.parameters():
-            if id(parameter) in seen:
+            left = inventory.merged and inventory.is_added(name)
+            if left or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             count = shape_of(parameter).numel()

@@ -10,7 +10,7 @@ and the last part of the layer's name.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from ..formats.stored import (
 from ..formats.table import FORMS, NEEDS, Layout, form_of, has_codes
 from ..model.inventory import FUSED, Inventory, is_linear
 from ..names import plain_name
-from ..processes import shape_of
+from ..processes import device_of, shape_of
 from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import (
@@ -250,28 +250,34 @@ class Encoder:
             names.update(f"{other}.weight" for other in others)
         return names
 
-    def store(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+    def store(self, name: str, saved: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The tensors that the files hold of a layer's weight, by name.
 
         Args:
             name: The layer's name.
-            parameter: Its float weight, on any device.
+            saved: Gives the values of a parameter of the model, on any device.
 
         Raises:
             MoQError: The weight holds NaN or Inf.
         """
-        state = self.layers[name].moq
+        layer = self.layers[name]
+        state = layer.moq
         spec = self._specs[name]
         form = self.forms[name]
         weight_name = parameter_of(name, spec.kind)
         tied = self.tied.get(name, ())
-        # An engine may have handed the weight over in a narrower dtype, so that the
-        # evaluated model had a weight that was rounded to it first.
-        parameter = (
-            parameter.detach()
-            .to(state.handed_dtype or parameter.dtype)
-            .to(parameter.dtype)
-        )
+
+        def read(parameter: Tensor) -> Tensor:
+            values = saved(parameter).detach()
+            if state.lora is not None:
+                # Another device may sum in another order than the one that has trained.
+                values = values.to(device_of(parameter))
+            # An engine may have handed the weight over in a narrower dtype, so that the
+            # evaluated model had a weight that was rounded to it first.
+            return values.to(state.handed_dtype or values.dtype)
+
+        dtype = saved(layer.float_weight).dtype
+        parameter = state.merged(layer.float_weight, read).to(dtype)
         weight = to_rows(parameter, spec.kind).contiguous()
         spec = replace(spec, shape=parameter.shape, dtype=weight.dtype)
         ratio = None if state.ratio is None else state.ratio.to(weight.device)

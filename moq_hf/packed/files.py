@@ -22,6 +22,8 @@ CONFIG = "config.json"
 CONFIGS = re.compile(r"config(\.[\d.]+)?\.json")
 # Holds the adapters of a `PeftModel`, in the folder of its base model.
 ADAPTER = "adapter"
+# The same of adapters that are merged into the model, to train on with.
+MERGED_ADAPTER = "lora"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(

@@ -16,8 +16,9 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from ..errors import one_line
+from ..lora import is_merged
 from ..model.convert import quantized_layers
-from ..names import named_modules, uncompiled, without_fsdp, without_peft
+from ..names import named_modules, plain_name, uncompiled, without_fsdp, without_peft
 from ..processes import is_apart
 from ..quant_linear import QuantLayer
 from ..seams.sentence_transformers import body_of
@@ -304,7 +305,7 @@ class ReferenceOutputs:
                 loaded: nn.Module = cls.from_pretrained(folder, **settings)
             else:
                 loaded = cls(str(folder), model_kwargs=settings, device="cpu")
-            if base is not self.model:
+            if base is not self.model and not is_merged(base):
                 from peft import PeftModel
 
                 loaded = PeftModel.from_pretrained(loaded, folder / ADAPTER)
@@ -394,8 +395,8 @@ def modules_with_other_weights(model: nn.Module, loaded: nn.Module) -> list[str]
     """The modules of the loaded model with a parameter or buffer that differs from the model's."""
     expected = all_tensors(model)
     layers = {
-        parameter_of(name, layer.kind): layer
-        for name, layer in quantized_layers(model).items()
+        str(plain_name(parameter_of(name, layer.kind), ())): layer
+        for name, layer in quantized_layers(without_peft(model)).items()
     }
     names: dict[str, None] = {}
     for name, tensor in all_tensors(loaded).items():
@@ -408,10 +409,10 @@ def modules_with_other_weights(model: nn.Module, loaded: nn.Module) -> list[str]
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """A model's parameters and buffers, under all their names."""
+    """A model's parameters and buffers, under all their names, which are those without PEFT."""
     return {
-        f"{module_name}.{name}".lstrip("."): tensor
-        for module_name, module in named_modules(model)
+        str(plain_name(f"{module_name}.{name}", ())): tensor
+        for module_name, module in named_modules(without_peft(model))
         for name, tensor in {**module._parameters, **module._buffers}.items()
         if tensor is not None
     }

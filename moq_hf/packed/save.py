@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ..errors import MoQError, check_choice, one_line, read_json, write_json
 from ..formats.stored import MAX_PACKED_BITS
 from ..formats.table import LAYOUTS, Layout, has_codes
+from ..lora import is_merged
 from ..model.inventory import Inventory
 from ..model.sizes import ModelSizes, is_unpacked_while_loading
 from ..names import pretrained, uncompiled, without_peft
@@ -37,6 +38,7 @@ from .files import (
     ADAPTER,
     CONFIG,
     INDEX,
+    MERGED_ADAPTER,
     SINGLE,
     WEIGHTS,
     alone_at,
@@ -132,7 +134,8 @@ def save_quantized(
     to one directory at once each waits for the others.
 
     Of a `PeftModel` the base model is packed; its adapters are saved by
-    `save_pretrained` into the folder `adapter`.
+    `save_pretrained` into the folder `adapter`, or into `lora` where they are merged
+    into the model.
 
     With `inputs` the files are then loaded by plain `from_pretrained` and compared with
     the model. Where a layout does not agree, the next one takes its place, and floats
@@ -227,7 +230,7 @@ def deliver(
         load = f'model.load_state_dict(load_file("{folder / SINGLE}"))'
     else:
         _, load = how_to_load(folder, str(folder))
-        if saving.is_adapted:
+        if saving.is_adapted and not saving.is_merged:
             load = f'PeftModel.from_pretrained({load}, "{folder / ADAPTER}")'
     return Delivered(folder, saved.file_bytes, saved.proof, saved.summary(), load)
 
@@ -242,14 +245,17 @@ class _Saving:
         self.options = options
         self.whole_model = uncompiled(model)
         self.is_adapted = without_peft(self.whole_model) is not self.whole_model
-        self.whole = Inventory.of(self.whole_model)
+        self.is_merged = is_merged(self.whole_model)
+        self.whole = Inventory.of(self.whole_model, self.is_merged)
         self._take(pretrained(self.whole_model))
 
     def _take(self, model: Any) -> None:
         """Take the part of the model whose layers are encoded."""
         self.model = model
         self.inventory = (
-            self.whole if self.model is self.whole_model else Inventory.of(self.model)
+            self.whole
+            if self.model is self.whole_model
+            else Inventory.of(self.model, self.is_merged)
         )
         found: dict[str, QuantLayer] = {}
         for name, module in self.inventory.modules.items():
@@ -314,8 +320,9 @@ class _Saving:
             else:
                 self._write_by_hand(staging, tensors)
             if self.is_adapted:
+                name = MERGED_ADAPTER if self.is_merged else ADAPTER
                 _write_adapter(
-                    staging / ADAPTER, self.whole_model, self.options.state_dict
+                    staging / name, self.whole_model, self.options.state_dict
                 )
             return self._write_state(staging, encoder, rest, by_hand)
 
@@ -446,7 +453,8 @@ class _Saving:
         Raises:
             MoQError: A weight is no parameter any more, or holds NaN or Inf.
         """
-        source = self.options.state_dict or self.model.state_dict()
+        given = self.options.state_dict
+        source = given or self.model.state_dict()
         path = next(
             name for name, module in self.whole.modules.items() if module is self.model
         )
@@ -480,8 +488,14 @@ class _Saving:
         rest = sum(
             tensor.nbytes for tensor in kept.values() if isinstance(tensor, Tensor)
         )
-        for name, weight in weights.items():
-            tensors |= encoder.store(name, source[names[weight]])
+        live = (self.whole_model if given else self.model).state_dict(keep_vars=True)
+        saved_names = {id(tensor): name for name, tensor in live.items()}
+
+        def saved(parameter: Tensor) -> Tensor:
+            return source[saved_names[id(parameter)]]
+
+        for name in weights:
+            tensors |= encoder.store(name, saved)
         return tensors, rest
 
     def _write_state(

@@ -21,6 +21,7 @@ from ..formats.stored import (
     per_row,
 )
 from ..formats.table import FORMS
+from ..lora import is_merged
 from ..model.convert import dequantize_model, quantized_layers
 from ..model.inventory import is_packed
 from ..model.sizes import covered
@@ -283,7 +284,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
         inputs = layer.moq.inputs
         if inputs is not None and inputs.scale is not None:
             tensors[f"{name}.input_scale"] = inputs.scale.float().cpu()
-    return without_peft_names(tensors, adapters(model))
+    return without_peft_names(tensors, adapters(model, is_merged(model)))
 
 
 def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:

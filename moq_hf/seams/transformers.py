@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 import transformers
@@ -662,6 +662,19 @@ Breaks: The copies would be quantized, and saved as layers of the model.
 """
 
 
+def called_part(wrapper: Any) -> str:
+    """Which module in the wrapper of one that is trained as a whole computes: a copy, or the original.
+
+    Relies on: `peft.utils.ModulesToSaveWrapper`, which calls the copy of the first of
+    `active_adapters`, unless `disable_adapters`.
+    Breaks: `"lora": "merged"` would deliver another copy than the one that was trained.
+    """
+    for name in () if wrapper.disable_adapters else wrapper.active_adapters[:1]:
+        if name in wrapper.modules_to_save:
+            return f"{TRAINED_COPIES}.{name}"
+    return ORIGINAL
+
+
 def is_peft(module: nn.Module) -> bool:
     """Whether PEFT made this wrapper of a layer; read off an attribute, since PEFT need not be installed.
 
@@ -679,3 +692,62 @@ def has_dora(module: nn.Module) -> bool:
     after loading.
     """
     return len(cast(Any, getattr(module, "lora_magnitude_vector", ()))) > 0
+
+
+class Lora(NamedTuple):
+    """An adapter of LoRA: the weight is to become W + `scaling` `b` `a`, its rows as long as `magnitude` says."""
+
+    scaling: float
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None
+
+
+def active_lora(wrapper: Any) -> list[Lora]:
+    """The adapters of a layer that are switched on and not merged into its weight.
+
+    Relies on: `LoraLayer` of PEFT: `disable_adapters`, `active_adapters`,
+    `merged_adapters`, `scaling`, `lora_A`, `lora_B`, those of embeddings, and
+    `lora_magnitude_vector`.
+    Breaks: With `"lora": "merged"` the first forward pass fails, or adapters would not
+    be in the weight that is delivered.
+    """
+    found = []
+    for name in () if wrapper.disable_adapters else wrapper.active_adapters:
+        if name in wrapper.merged_adapters or name not in wrapper.scaling:
+            continue
+        if name in wrapper.lora_embedding_A:
+            a, b = wrapper.lora_embedding_A[name], wrapper.lora_embedding_B[name]
+        else:
+            a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+        vectors = wrapper.lora_magnitude_vector
+        magnitude = vectors[name].weight if name in vectors else None
+        found.append(Lora(wrapper.scaling[name], a, b, magnitude))
+    return found
+
+
+def lora_fault(wrapper: Any) -> str | None:
+    """Why the active adapters of a layer are no sum of matrices that could be merged; None if they are.
+
+    Relies on: `LoraLayer` of PEFT: `lora_dropout`, `lora_bias`, and `lora_variant`,
+    which has an entry for what is not plain LoRA.
+    Breaks: With `"lora": "merged"` something else would be trained than PEFT's LoRA.
+    """
+    if not hasattr(wrapper, "lora_A"):
+        return f"{type(wrapper).__name__} of PEFT is not LoRA"
+    for name in wrapper.active_adapters:
+        if name not in wrapper.scaling:
+            continue
+        share = getattr(wrapper.lora_dropout[name], "p", 0.0)
+        if share:
+            return (
+                f"lora_dropout is {share:g}, and a weight that is merged has no path of its own to drop: "
+                "set lora_dropout to 0"
+            )
+        if wrapper.lora_bias.get(name):
+            return "lora_bias trains a second bias: set it to False"
+        if name in wrapper.lora_variant and name not in wrapper.lora_magnitude_vector:
+            return (
+                f"{wrapper.lora_variant[name].__name__} is neither plain LoRA nor DoRA"
+            )
+    return None

@@ -416,10 +416,8 @@ class MoQController:
                 layer = self.layers[name]
                 if saved is None:
                     # The ratios of a frozen weight stay right.
-                    if (
-                        bits[block] != layer.moq.bits
-                        or layer.float_weight.requires_grad
-                    ):
+                    is_trained = layer.float_weight.requires_grad or layer.moq.lora
+                    if bits[block] != layer.moq.bits or is_trained:
                         layer.set_bits(bits[block])
                     continue
                 layer.moq.bits = bits[block]

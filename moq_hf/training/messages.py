@@ -37,7 +37,7 @@ def summary(
         left.setdefault(
             f"left in float, {reason}" if reason else "left in full precision", []
         ).append(name)
-    if inventory.adapters:
+    if inventory.adapters and not inventory.merged:
         left.setdefault("left in full precision", []).append("PEFT's adapters")
     convolutions = sum(map(is_convolution, inventory.layers.values()))
     counts = {

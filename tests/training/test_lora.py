@@ -1,0 +1,278 @@
+"""`"lora": "merged"`: what PEFT's LoRA trains is the weight that is quantized, evaluated and delivered."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as hf
+from model_zoo import CONFIG, Stranger, arguments, inputs_of, new_model, rows_of
+from stranger import outputs_of
+from torch import nn
+
+from moq_hf import MoQCallback, MoQConfig, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
+from moq_hf.model.convert import quant_layers
+from moq_hf.quantizer import fake_quantize, least_squares_ratio
+from moq_hf.training.controller import MoQController
+
+TASK = "sequence classification"
+MERGED = {**CONFIG, "lora": "merged"}
+FIXED = {"quantize_bits": {"target_bits": 4}, "lora": "merged"}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    # PEFT's, of targets that are tied to a layer without an adapter.
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
+]
+
+
+def adapted(family: str = "BERT", task: str = TASK, seed: int | None = 1, **settings: Any) -> Any:
+    """A model with LoRA, whose adapters are not zero unless there is no seed."""
+    kind = "SEQ_CLS" if task == TASK else "CAUSAL_LM"
+    settings = {"target_modules": ["query", "value"], "r": 4, **settings}
+    model = peft.get_peft_model(new_model(family, task), peft.LoraConfig(task_type=kind, **settings))
+    if seed is not None:
+        randomize(model, seed)
+    return model
+
+
+def randomize(model: nn.Module, seed: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "magnitude" in name:
+            parameter.data *= 0.5 + torch.rand(parameter.shape, generator=source)
+        elif "lora_" in name:
+            # In place, since PEFT may have tied it to another one.
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=source))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rslora": {"use_rslora": True, "lora_alpha": 3},
+    "all layers": {"target_modules": "all-linear"},
+    "DoRA": {"use_dora": True},
+    "trained copies": {"modules_to_save": ["pooler", "classifier"]},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_merged_weight_is_quantized(variant: str) -> None:
+    """As rounding what PEFT merges, which sums in another order: hence the float comparison."""
+    settings = VARIANTS[variant]
+    merged = adapted(**settings).merge_and_unload()
+    model = quantize_model(adapted(**settings), FIXED)
+    names = {name.replace(".base_layer", ""): layer for name, layer in quant_layers(model).items()}
+    prefix = "base_model.model."
+    assert any(".base_layer" in name for name in quant_layers(model))
+    for name, layer in names.items():
+        name = name.removeprefix(prefix).replace(".modules_to_save.default", "")
+        torch.testing.assert_close(layer.whole_weight(), merged.get_submodule(name).weight, rtol=1e-5, atol=1e-6)
+        expected = fake_quantize(layer.whole_weight(), 4, layer.moq.grid, ratio=layer.moq.ratio)
+        assert torch.equal(layer.quantized_copy(torch.float32), expected)
+    assert any("pooler" in name for name in names) and not any("original_module" in name for name in names)
+
+
+def test_gradients_are_those_of_the_merged_weight() -> None:
+    """Straight through the rounding, to A, B and the magnitude alone: those of PEFT's own LoRA at that weight."""
+    layer = nn.Linear(6, 5)
+    model = peft.get_peft_model(nn.Sequential(layer), peft.LoraConfig(r=2, target_modules=["0"], lora_alpha=3))
+    randomize(model, 1)
+    quantize_model(model, {**FIXED, "quantize_heads": True})
+    inputs, wanted = torch.randn(4, 6), torch.randn(4, 5)
+    model.train()(inputs).backward(wanted)
+    wrapper = model.base_model.model[0]
+    a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+    of_weight = wanted.t() @ inputs
+    torch.testing.assert_close(b.grad, 1.5 * of_weight @ a.t())
+    torch.testing.assert_close(a.grad, 1.5 * b.t() @ of_weight)
+    assert layer.float_weight.grad is None
+
+
+def test_evaluation_follows_the_adapters() -> None:
+    """A kept copy does not outlive a change of the adapters: of values, of which are active, of their scale."""
+    model = quantize_model(adapted("Llama", "causal LM", target_modules=["q_proj"]), FIXED).eval()
+    inputs = inputs_of("causal LM", model)
+    wrapper = model.base_model.model.model.layers[0].self_attn.q_proj
+    weight = wrapper.base_layer.moq
+
+    def answer() -> torch.Tensor:
+        found = outputs_of(model, inputs)[0]
+        assert torch.equal(outputs_of(model, inputs)[0], found)
+        return found
+
+    first = answer()
+    assert len(weight.copies) == 1
+    with torch.no_grad():
+        wrapper.lora_B["default"].weight.mul_(3)
+    changed = answer()
+    add_other(model)
+    both = answer()
+    model.set_adapter("other")
+    other = answer()
+    with model.disable_adapter():
+        none = answer()
+    wrapper.set_scale("other", 2.0)
+    found = [first, changed, both, other, none, answer()]
+    assert all(not torch.equal(one, two) for index, one in enumerate(found) for two in found[:index])
+
+
+def add_other(model: Any) -> None:
+    """A second adapter, active beside the first."""
+    model.add_adapter("other", peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2))
+    randomize(model, 2)
+    model.base_model.set_adapter(["default", "other"])
+
+
+def test_two_adapters_are_summed() -> None:
+    model = adapted("Llama", "causal LM", target_modules=["q_proj"])
+    add_other(model)
+    quantize_model(model, FIXED)
+    layer = model.base_model.model.model.layers[1].self_attn.q_proj.base_layer
+    before, found = layer.float_weight.clone(), layer.whole_weight()
+    model.merge_and_unload()
+    assert not torch.equal(layer.float_weight, before)
+    torch.testing.assert_close(layer.float_weight, found)
+    # What is merged already is not added once more.
+    assert torch.equal(layer.whole_weight(), layer.float_weight)
+
+
+def run(model: Any, folder: Path, task: str = TASK, config: Any = MERGED, resume: Any = None, **more: Any) -> Any:
+    """A stock Trainer that has trained the model."""
+    args = arguments(folder, **more)
+    trainer = hf.Trainer(model, args, train_dataset=rows_of(task), callbacks=[MoQCallback(config)])
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+DELIVERED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "copies": ("BERT", TASK, {"modules_to_save": ["pooler", "classifier"], "use_dora": True}, {}),
+    "Conv1D": ("GPT-2", "causal LM", {"target_modules": ["c_attn"], "fan_in_fan_out": True}, {}),
+    "tied": ("Llama", "causal LM", {"target_modules": ["q_proj", "embed_tokens"]}, {"quantize_embeddings": 8}),
+}
+
+
+@pytest.mark.parametrize("case", DELIVERED)
+def test_what_was_evaluated_is_delivered(case: str, tmp_path: Path, stranger: Stranger) -> None:
+    """To a process without moq_hf and PEFT, and to one that trains on with the adapter."""
+    family, task, settings, more = DELIVERED[case]
+    config = {**MERGED, **more}
+    model = adapted(family, task, seed=None, **settings)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trainer = run(model, tmp_path, task, config)
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(before[name], parameter)}
+    assert moved == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    folder, inputs = tmp_path / "quantized", inputs_of(task, model)
+    reply = stranger.load(folder, model.get_base_model(), inputs)
+    assert reply.get("equal"), reply
+    found = verify_quantized(folder, model)
+    assert found.proof.agrees and found.proof.largest_difference == 0.0
+    assert not any("base_layer" in name or "modules_to_save" in name for name in found.layers)
+    delivered = trainer.callback_handler.callbacks[0].delivered
+    assert "PeftModel" not in delivered.how_to_load
+    # The figures are of the model without adapters.
+    whole = type(model.get_base_model())(model.config)
+    assert found.state["parameters"]["total"] == sum(p.numel() for p in whole.parameters())
+    again = peft.PeftModel.from_pretrained(new_model(family, task), folder / "lora", is_trainable=True)
+    fixed = {**config, "quantize_bits": {"target_bits": 4}}
+    quantize_model(again, fixed)
+    copy_ratios(model, again)
+    assert all([torch.equal(a, b) for a, b in zip(outputs_of(again, inputs), outputs_of(model, inputs), strict=True)])
+
+
+def copy_ratios(one: nn.Module, other: nn.Module) -> None:
+    """The clipping ratios of a run are those of its last search."""
+    layers = quant_layers(other)
+    for name, layer in quant_layers(one).items():
+        layers[name].moq.ratio = layer.moq.ratio
+
+
+def test_a_model_in_bfloat16_is_delivered(tmp_path: Path) -> None:
+    model = adapted("Llama", "causal LM", target_modules=["q_proj", "up_proj"]).to(torch.bfloat16)
+    quantize_model(model, FIXED)
+    inputs = inputs_of("causal LM", model)
+    save_quantized(model, tmp_path, inputs=inputs)
+    assert verify_quantized(tmp_path, model).proof.agrees
+
+
+def test_a_resumed_run_delivers_the_same_bytes(tmp_path: Path) -> None:
+    saved = {"save_strategy": "steps", "save_steps": 3}
+    run(adapted(seed=None, use_dora=True), tmp_path, **saved)
+    expected = (tmp_path / "quantized" / "model.safetensors").read_bytes()
+    run(adapted(seed=None, use_dora=True), tmp_path, resume=str(tmp_path / "checkpoint-3"), **saved)
+    assert (tmp_path / "quantized" / "model.safetensors").read_bytes() == expected
+
+
+# Where a graph is interrupted, Dynamo looks at the gradient of what comes in.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_checkpointing_and_compiling_train_the_same() -> None:
+    def gradients(change: Any) -> list[torch.Tensor]:
+        model = quantize_model(adapted(use_dora=True), FIXED)
+        forward = change(model.train())
+        torch.manual_seed(0)
+        batch = {**inputs_of(TASK, model), "labels": torch.tensor([0, 1, 0, 1])}
+        forward(**batch).loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    def checkpointed(model: Any) -> Any:
+        model.enable_input_require_grads()
+        model.activation_checkpointing_enable()
+        return model
+
+    expected = gradients(lambda model: model)
+    for change in (checkpointed, lambda model: torch.compile(model, backend="eager")):
+        for found, wanted in zip(gradients(change), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:All adapters are already merged")
+def test_plain_layers_have_the_merged_weights() -> None:
+    model = quantize_model(adapted(), FIXED).eval()
+    inputs = inputs_of(TASK, model)
+    expected = outputs_of(model, inputs)[0]
+    dequantize_model(model)
+    assert torch.equal(outputs_of(model, inputs)[0], expected)
+    assert torch.equal(outputs_of(model.merge_and_unload(), inputs)[0], expected)
+    model = dequantize_model(quantize_model(adapted(), FIXED), weights="float")
+    assert torch.equal(outputs_of(model, inputs)[0], outputs_of(adapted(), inputs)[0])
+
+
+def test_ratios_are_searched_for_the_merged_weight() -> None:
+    config = MoQConfig.from_dict({**FIXED, "quantize_algo": {"scale_refresh": 1}})
+    controller = MoQController(adapted(seed=None), config, 10)
+    layer = next(layer for name, layer in controller.layers.items() if name.endswith("query.base_layer"))
+    before = layer.moq.ratio
+    randomize(controller.model, 1)
+    controller.step()
+    assert not torch.equal(layer.moq.ratio, before)
+    assert torch.equal(layer.moq.ratio, least_squares_ratio(layer.whole_weight(), 4, layer.moq.grid))
+
+
+ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "dropout": ({"lora_dropout": 0.1}, r"lora_dropout is 0\.1, .* set lora_dropout to 0 \(.*query\.base_layer"),
+    "bias": ({"lora_bias": True}, "lora_bias trains a second bias: set it to False"),
+    "float": ({"target_modules": ["q_proj", "lm_head"]}, "what stays in float: quantize it"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_cannot_be_merged_is_told(case: str) -> None:
+    settings, text = ERRORS[case]
+    model = adapted("Llama", "causal LM", **settings) if case == "float" else adapted(**settings)
+    with pytest.raises(MoQError, match=text):
+        quantize_model(model, FIXED)
+
+
+def test_a_model_without_lora_is_told() -> None:
+    with pytest.raises(MoQError, match=r"has no layer with PEFT's LoRA: call peft\.get_peft_model"):
+        quantize_model(new_model("BERT", TASK), FIXED)
+    ia3 = peft.IA3Config(task_type="SEQ_CLS", target_modules=["query"], feedforward_modules=[])
+    with pytest.raises(MoQError, match="Linear of PEFT is not LoRA"):
+        quantize_model(peft.get_peft_model(new_model("BERT", TASK), ia3), FIXED)
+
+
+def test_layers_that_share_a_weight_need_one_adapter() -> None:
+    model = adapted("Llama", "causal LM", target_modules=["embed_tokens", "lm_head"])
+    with pytest.raises(MoQError, match="two adapters of one weight: set ensure_weight_tying"):
+        quantize_model(model, {**FIXED, "quantize_embeddings": 8})
+    tied = {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}
+    quantize_model(adapted("Llama", "causal LM", **tied), {**FIXED, "quantize_embeddings": 8})
