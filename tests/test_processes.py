@@ -14,9 +14,9 @@ from repo import HELPERS, ROOT
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from moq_hf import MoQError, quantize_model, verify_quantized
+from moq_hf import MoQError, dequantize_model, quantize_model, verify_quantized
 from moq_hf.model.inventory import Inventory
-from moq_hf.names import named_modules
+from moq_hf.names import named_modules, plain_name
 from moq_hf.packed.pack import pack_checkpoint
 
 ERRORS = ["config", "bits", "skipped"]
@@ -28,6 +28,8 @@ JOBS = [
     "ddp/gptq",
     "fsdp2/error/gptq",
     "ddp/float_first",
+    "ddp/lora",
+    "fsdp2/dora",
     "fsdp2/float_first",
     "fsdp2/resume/float_first_adamw",
     "fsdp2/budget",
@@ -121,6 +123,18 @@ def test_the_packed_model_of_shards_loads(job: str, saved: str, two_processes: P
     ids = torch.stack([row["input_ids"] for row in launched.rows(8)])
     with torch.no_grad():
         assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_merged_adapters_of_shards_are_delivered(two_processes: Path) -> None:
+    """As one process packs them: in a model without PEFT, beside the adapter."""
+    folder = two_processes / "fsdp2-dora" / "packed"
+    layers = result(two_processes, "fsdp2/dora")["quantized"]
+    merged = {plain_name(name, ()).removeprefix("base_model.model."): weight for name, weight in layers.items()}
+    found = verify_quantized(folder)
+    assert found.proof.agrees and (folder / "lora" / "adapter_model.safetensors").is_file()
+    assert set(merged) == set(found.layers)
+    dequantized = dequantize_model(AutoModelForSequenceClassification.from_pretrained(folder))
+    assert all(torch.equal(dequantized.get_submodule(name).weight, weight) for name, weight in merged.items())
 
 
 def test_a_checkpoint_of_shards_is_packed_by_one_process(two_processes: Path, tmp_path: Path) -> None:

@@ -17,12 +17,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import torch.distributed as dist
 import transformers as hf
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tiny_runs import Stop, rows
+from torch import nn
 
 from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, last_checkpoint
 from moq_hf.model.convert import quant_layers
@@ -77,6 +79,9 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "float_first_adamw": (AT_ONCE, {"float_first": True, "optim": "adamw_torch_fused", "learning_rate": 2e-3}),
     "gptq": ({**BASE, "quantize_algo": {"scale_refresh": 3, "gptq": 16}}, {}),
     "budget": (BUDGET, {}),
+    "lora": ({**BASE, "lora": "merged"}, {}),
+    "dora": ({**BASE, "lora": "merged"}, {}),
+    "dora_bf16": ({**BASE, "lora": "merged"}, {"bf16": True}),
     "eigenvalues": ({**BASE, "eigenvalue": EIGENVALUE}, {}),
     "eigenvalues_stochastic": ({**STOCHASTIC, "eigenvalue": EIGENVALUE}, {}),
 }
@@ -121,6 +126,15 @@ def new_model() -> hf.BertForSequenceClassification:
     return model
 
 
+def adapted(model: nn.Module, use_dora: bool) -> Any:
+    """The model with LoRA, and a dense layer that is trained as a whole."""
+    lora = peft.LoraConfig(
+        task_type="SEQ_CLS", r=2, target_modules=["query", "dense"], exclude_modules=["pooler.dense"],
+        modules_to_save=["pooler", "classifier"], use_dora=use_dora, init_lora_weights=False,
+    )  # fmt: skip
+    return peft.get_peft_model(model, lora)
+
+
 def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more: Any) -> OnCpu:
     """A Trainer that takes the same global batch in any number of processes."""
     config, settings = CASES[case]
@@ -151,6 +165,8 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
         report_to="none", use_cpu=True, disable_tqdm=True, seed=3, **settings,
     )  # fmt: skip
     model = new_model()
+    if "ora" in case.partition("_")[0]:
+        model = adapted(model, case.startswith("dora"))
     if kind == "stock":
         model.accepts_loss_kwargs = False
         return OnCpu(model, arguments, train_dataset=rows(), callbacks=[MoQCallback(config), *callbacks])
@@ -229,7 +245,7 @@ def run(folder: Path, kind: str, case: str) -> dict[str, Any]:
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     controller = controller_of(trainer)
     found = outcome({"model": model, "controller": controller, "losses": losses})
-    if case in ("nearest", "sharded", "compile") and kind != "stock":
+    if case in ("nearest", "sharded", "compile", "dora") and kind != "stock":
         trainer.save_model(str(folder / f"{kind}-{case}" / "packed"))
     return found
 
