@@ -822,6 +822,35 @@ def test_has_dora(tiny_bert: hf.BertForSequenceClassification, use_dora: bool) -
     assert not seams.has_dora(tiny_bert.classifier)
 
 
+@from_peft
+@pytest.mark.parametrize("use_dora", [True, False])
+def test_active_lora(tiny_bert: hf.BertForSequenceClassification, use_dora: bool) -> None:
+    model = adapted(tiny_bert, use_dora=use_dora, r=2, lora_alpha=6)
+    wrapper = tiny_bert.bert.encoder.layer[0].attention.self.query
+    [found] = seams.active_lora(wrapper)
+    assert found.scaling == 3.0 and found.a is wrapper.lora_A["default"].weight
+    assert found.b is wrapper.lora_B["default"].weight and (found.magnitude is not None) == use_dora
+    with model.disable_adapter():
+        assert not seams.active_lora(wrapper)
+    model.merge_adapter()
+    assert not seams.active_lora(wrapper)
+
+
+@from_peft
+def test_lora_fault(tiny_bert: hf.BertForSequenceClassification) -> None:
+    adapted(tiny_bert, lora_dropout=0.25)
+    query = tiny_bert.bert.encoder.layer[0].attention.self.query
+    assert str(seams.lora_fault(query)).startswith("lora_dropout is 0.25")
+
+
+@from_peft
+def test_called_part(tiny_bert: hf.BertForSequenceClassification) -> None:
+    model = adapted(tiny_bert)
+    assert seams.called_part(tiny_bert.classifier) == "modules_to_save.default"
+    with model.disable_adapter():
+        assert seams.called_part(tiny_bert.classifier) == seams.ORIGINAL
+
+
 # Nothing private is used beside the seams.
 
 
