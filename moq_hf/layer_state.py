@@ -97,10 +97,10 @@ class Copy(NamedTuple):
 
     Attributes:
         values: The quantized weight.
-        key: What it was made of and with: the float weight's address and version, the
-            precision and the ratios.
-        sources: The tensors that the key names: as long as they live, no others can
-            have their addresses.
+        key: What it was made of and with: the precision, and the address and version of
+            each tensor.
+        sources: What the key names: as long as these tensors live, no others can have
+            their addresses.
     """
 
     values: Tensor
@@ -208,12 +208,10 @@ class LayerState:
             ) from error
 
     def merged(
-        self, weight: Tensor, read: Callable[[Tensor], Tensor] | None = None
+        self, weight: Tensor, read: Callable[[Tensor], Tensor] = lambda values: values
     ) -> Tensor:
         """The float weight that is quantized, with what adapters add to it; see `MergedLora.merged`."""
-        if self.lora is None:
-            return weight if read is None else read(weight)
-        return cast(Tensor, self.lora.merged(weight, read))
+        return weight if self.lora is None else self.lora.merged(weight, read)
 
     def quantized_weight(
         self, weight: Tensor, dtype: torch.dtype | None, training: bool
@@ -288,23 +286,22 @@ class LayerState:
             weight: The whole float weight.
             dtype: Of the result.
         """
-        version = 0 if weight.is_inference() else weight._version
-        key = (
-            weight.data_ptr(),
-            version,
-            self.bits,
-            self.blend,
-            self.seed,
-            id(self.ratio),
-            *(() if self.lora is None else self.lora.key()),
-        )
+        sources = [weight.detach(), self.ratio, self.bits, self.blend, self.seed]
+        if self.lora is not None:
+            sources += self.lora.parts()
+        key = tuple(map(_identity, sources))
         kept = self.copies.get(dtype)
         if kept is None or kept.key != key:
             values = self.fake_quantize(self.merged(weight), dtype)
-            adapters = None if self.lora is None else self.lora.active
-            kept = Copy(values, key, (weight.detach(), self.ratio, adapters))
-            self.copies[dtype] = kept
+            kept = self.copies[dtype] = Copy(values, key, tuple(sources))
         return kept.values
+
+
+def _identity(part: Any) -> Any:
+    """The address and version of a tensor; any other value itself."""
+    if not isinstance(part, Tensor):
+        return part
+    return part.data_ptr(), 0 if part.is_inference() else part._version
 
 
 def _matmul_dtype(weight: Tensor) -> torch.dtype:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .errors import MoQError
 from .names import adapted_layers
 from .quant_linear import QuantLayer
-from .seams.transformers import ADAPTED, Lora, active_lora
+from .seams.transformers import ADAPTED, active_lora
 from .weight_matrix import Kind, from_rows, to_rows
 
 
@@ -36,49 +36,30 @@ class MergedLora:
         """What the adapted layer computes, which reads its merged weight."""
         return cast(Any, self.wrapper._modules[ADAPTED])(*args, **kwargs)
 
-    @property
-    def active(self) -> list[Lora]:
-        """The adapters that are switched on."""
-        return active_lora(self.wrapper)
-
-    def key(self) -> tuple[Any, ...]:
-        """What a merged weight was made with, beside the weight: scalings, addresses and versions."""
-        parts = [part for lora in self.active for part in lora]
-        return tuple(
-            (part.data_ptr(), part._version) if isinstance(part, Tensor) else part
-            for part in parts
-        )
+    def parts(self) -> list[Any]:
+        """What a merged weight is made of, beside the weight: scalings and tensors, without a graph."""
+        parts = [part for lora in active_lora(self.wrapper) for part in lora]
+        return [p.detach() if isinstance(p, Tensor) else p for p in parts]
 
     # A compiled product may round otherwise than the one whose result is delivered.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def merged(
-        self, weight: Tensor, read: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
+    def merged(self, weight: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
         """The weight with the active adapters in it, differentiable; the sum is formed in float32.
 
         DoRA scales the rows of the sum to lengths that it learns. As in PEFT, those that
         the rows have are constants for the gradient.
 
         Args:
-            weight: The float weight of the adapted layer.
-            read: Gives the values of a parameter as a forward pass has them, where the
+            weight: The float weight of the adapted layer, as a forward pass has it.
+            read: Gives the values of an adapter's parameter as a pass has them, where the
                 parameter is a shard or was saved elsewhere.
         """
-
-        def values_of(parameter: Tensor) -> Tensor:
-            values = parameter if read is None else read(parameter)
-            return values.to(torch.promote_types(values.dtype, torch.float32))
-
-        given = weight if read is None else read(weight)
-        adapters = self.active
-        if not adapters:
-            return given
+        dtype = torch.promote_types(weight.dtype, torch.float32)
         is_table = self.kind == "embedding"
-        with torch.autocast(given.device.type, enabled=False):
-            rows = to_rows(values_of(weight), self.kind)
-            total = rows
-            for lora in adapters:
-                a, b = values_of(lora.a).flatten(1), values_of(lora.b).flatten(1)
+        rows = total = to_rows(weight.to(dtype), self.kind)
+        with torch.autocast(weight.device.type, enabled=False):
+            for lora in active_lora(self.wrapper):
+                a, b = (read(part).to(dtype).flatten(1) for part in (lora.a, lora.b))
                 left, right = (a.t(), b.t()) if is_table else (b, a)
                 # Copies, since where its factors lie in memory may decide in which order
                 # a product is summed.
@@ -89,9 +70,9 @@ class MergedLora:
                 own = torch.addmm(rows, *factors)
                 axis = 0 if is_table else 1
                 length = own.detach().norm(dim=axis, keepdim=True)
-                wanted = values_of(lora.magnitude).flatten().unsqueeze(axis)
+                wanted = read(lora.magnitude).to(dtype).flatten().unsqueeze(axis)
                 total = total + (own * (wanted / length) - rows)
-        return from_rows(total, self.kind, given.shape).to(given.dtype)
+        return from_rows(total, self.kind, weight.shape).to(weight.dtype)
 
 
 def merge_adapters(model: nn.Module, merged: bool, adopts: bool = False) -> None:

@@ -165,7 +165,7 @@ class QuantLayer(QuantModule):
             values = whole(parameter)
             return values.to(self.moq.handed_dtype or values.dtype)
 
-        return self.moq.merged(self.float_weight, read).detach()
+        return self.moq.merged(read(self.float_weight), read).detach()
 
     def quantized_input(self, input: Tensor) -> Tensor:
         """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""

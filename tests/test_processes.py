@@ -19,6 +19,7 @@ from moq_hf.model.inventory import Inventory
 from moq_hf.names import named_modules, plain_name
 from moq_hf.packed.pack import pack_checkpoint
 
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 ERRORS = ["config", "bits", "skipped"]
 JOBS = [
     "ddp/activations",

@@ -267,17 +267,17 @@ class Encoder:
         weight_name = parameter_of(name, spec.kind)
         tied = self.tied.get(name, ())
 
-        def read(parameter: Tensor) -> Tensor:
-            values = saved(parameter).detach()
+        def handed(values: Tensor) -> Tensor:
             if state.lora is not None:
                 # Another device may sum in another order than the one that has trained.
-                values = values.to(device_of(parameter))
+                values = values.to(device_of(layer.float_weight))
             # An engine may have handed the weight over in a narrower dtype, so that the
             # evaluated model had a weight that was rounded to it first.
             return values.to(state.handed_dtype or values.dtype)
 
-        dtype = saved(layer.float_weight).dtype
-        parameter = state.merged(layer.float_weight, read).to(dtype)
+        source = saved(layer.float_weight)
+        merged = state.merged(handed(source), lambda part: handed(saved(part)))
+        parameter = merged.to(source.dtype)
         weight = to_rows(parameter, spec.kind).contiguous()
         spec = replace(spec, shape=parameter.shape, dtype=weight.dtype)
         ratio = None if state.ratio is None else state.ratio.to(weight.device)

@@ -455,6 +455,7 @@ class _Saving:
         """
         given = self.options.state_dict
         source = given or self.model.state_dict()
+        live = (self.whole_model if given else self.model).state_dict(keep_vars=True)
         path = next(
             name for name, module in self.whole.modules.items() if module is self.model
         )
@@ -474,25 +475,21 @@ class _Saving:
             )
         replaced = encoder.replaced_names()
         # Names that share a tensor go on sharing it.
-        values = without_peft_names(
-            self.model.state_dict(keep_vars=True), self.inventory.adapters
-        )
         kept: dict[int | str, Tensor] = {}
         tensors: dict[str, Tensor] = {}
         for name, source_name in names.items():
             if name not in replaced:
-                key = id(values[name]) if name in values else name
+                key = id(live[source_name]) if source_name in live else name
                 if key not in kept:
                     kept[key] = source[source_name]
                 tensors[name] = kept[key]
         rest = sum(
             tensor.nbytes for tensor in kept.values() if isinstance(tensor, Tensor)
         )
-        live = (self.whole_model if given else self.model).state_dict(keep_vars=True)
         saved_names = {id(tensor): name for name, tensor in live.items()}
 
         def saved(parameter: Tensor) -> Tensor:
-            return source[saved_names[id(parameter)]]
+            return source[saved_names[id(parameter)]].detach()
 
         for name in weights:
             tensors |= encoder.store(name, saved)

@@ -727,7 +727,7 @@ def active_lora(wrapper: Any) -> list[Lora]:
 
 
 def lora_fault(wrapper: Any) -> str | None:
-    """Why the active adapters of a layer are no sum of matrices that could be merged; None if they are.
+    """Why the adapters of a layer are no sum of matrices that could be merged; None if they are.
 
     Relies on: `LoraLayer` of PEFT: `lora_dropout`, `lora_bias`, and `lora_variant`,
     which has an entry for what is not plain LoRA.
@@ -735,9 +735,7 @@ def lora_fault(wrapper: Any) -> str | None:
     """
     if not hasattr(wrapper, "lora_A"):
         return f"{type(wrapper).__name__} of PEFT is not LoRA"
-    for name in wrapper.active_adapters:
-        if name not in wrapper.scaling:
-            continue
+    for name in wrapper.scaling:
         share = getattr(wrapper.lora_dropout[name], "p", 0.0)
         if share:
             return (

@@ -428,5 +428,5 @@ def compared_rows(logits: Tensor, labels: Any, size: int) -> Tensor:
 
 def _squared_change(layer: QuantLayer) -> float:
     """Compute the squared length of the change of a layer's weight by rounding."""
-    change = layer.quantized_copy(torch.float32) - layer.float_weight.float()
+    change = layer.quantized_copy(torch.float32) - layer.whole_weight().float()
     return float(change.square().sum(dtype=torch.float64))

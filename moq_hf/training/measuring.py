@@ -71,8 +71,9 @@ def measuring(
         for layer in layers:
             layer.moq.inputs = None
             if blocks is not None:
-                # The stand-ins are on the grid already.
+                # The stand-ins are on the grid already, with the adapters in them.
                 layer.moq.bits = FLOAT_BITS
+                layer.moq.lora = None
         yield {
             name: [each for p in parameters for each in stand_ins[id(p)]]
             for name, parameters in (blocks or {}).items()

@@ -81,7 +81,6 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "budget": (BUDGET, {}),
     "lora": ({**BASE, "lora": "merged"}, {}),
     "dora": ({**BASE, "lora": "merged"}, {}),
-    "dora_bf16": ({**BASE, "lora": "merged"}, {"bf16": True}),
     "eigenvalues": ({**BASE, "eigenvalue": EIGENVALUE}, {}),
     "eigenvalues_stochastic": ({**STOCHASTIC, "eigenvalue": EIGENVALUE}, {}),
 }
@@ -165,7 +164,7 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
         report_to="none", use_cpu=True, disable_tqdm=True, seed=3, **settings,
     )  # fmt: skip
     model = new_model()
-    if "ora" in case.partition("_")[0]:
+    if case.startswith(("lora", "dora")):
         model = adapted(model, case.startswith("dora"))
     if kind == "stock":
         model.accepts_loss_kwargs = False

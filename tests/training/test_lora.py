@@ -15,6 +15,8 @@ from moq_hf import MoQCallback, MoQConfig, MoQError, dequantize_model, quantize_
 from moq_hf.model.convert import quant_layers
 from moq_hf.quantizer import fake_quantize, least_squares_ratio
 from moq_hf.training.controller import MoQController
+from moq_hf.training.measures import _squared_change
+from moq_hf.training.measuring import measuring
 
 TASK = "sequence classification"
 MERGED = {**CONFIG, "lora": "merged"}
@@ -234,6 +236,22 @@ def test_plain_layers_have_the_merged_weights() -> None:
     assert torch.equal(outputs_of(model.merge_and_unload(), inputs)[0], expected)
     model = dequantize_model(quantize_model(adapted(), FIXED), weights="float")
     assert torch.equal(outputs_of(model, inputs)[0], outputs_of(adapted(), inputs)[0])
+
+
+def test_sensitivity_is_that_of_the_merged_weight() -> None:
+    """The loss is differentiated by quantized weights with the adapters in them, once."""
+
+    def measured(model: nn.Module, lora: str | None) -> list[torch.Tensor]:
+        quantize_model(model, {**FIXED, "lora": lora})
+        layers = [layer for name, layer in quant_layers(model).items() if "query" in name]
+        batch = {**inputs_of(TASK, model), "labels": torch.tensor([0, 1, 0, 1])}
+        with measuring(model, {"queries": [layer.float_weight for layer in layers]}) as blocks:
+            gradients = torch.autograd.grad(model(**batch).loss, blocks["queries"])
+        return [*gradients, torch.tensor([_squared_change(layer) for layer in layers])]
+
+    found, expected = measured(adapted(), "merged"), measured(adapted().merge_and_unload(), None)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_ratios_are_searched_for_the_merged_weight() -> None:
