@@ -218,6 +218,7 @@ OTHERS: dict[str, Any] = {
     "distillation": DistillationConfig(teacher="x", logits=2.0, hidden=0.5, labels=0.0),
     "activations": ActivationConfig(enabled=True, bits=7, scale="per_tensor", start_step=5),
     "modules_to_not_convert": ("a", "b.*"),
+    "lora": "merged",
     "embeddings": 4,
     "convolutions": True,
     "heads": True,
