@@ -465,5 +465,5 @@ def test_the_constructors_check_too(make: Any, fragments: list[str]) -> None:
 
 
 def test_no_such_argument() -> None:
-    with pytest.raises(MoQConfigError, match="MoQConfig: shade: unknown key; legal here are enabled, "):
-        MoQConfig(bits=8, shade="red")  # type: ignore[call-arg]
+    with pytest.raises(MoQConfigError, match="MoQConfig: weather: unknown key; legal here are enabled, "):
+        MoQConfig(bits=8, weather="red")  # type: ignore[call-arg]
