@@ -148,18 +148,14 @@ def add_report(subparsers: Any) -> None:
     """`moq-hf report`: what a finished run did, as a page."""
     parser = subparsers.add_parser(
         "report",
-        help="what a finished run did, as one HTML page and PNG figures",
-        description="Write moq_report.html and its figures from the folder of a finished run.",
+        help="what a finished run did, as one HTML page",
+        description="Write moq_report.html from the folder of a finished run, beside a float run in its folder float.",
     )
     add = parser.add_argument
     add(
         "directory",
         metavar="DIR",
         help="the run's output_dir, or one of its checkpoints",
-    )
-    add(
-        "--float",
-        help="a float run to compare with; default: DIR/float, if it is there",
     )
     add("--out", help="folder to write to; default: the run's")
     parser.set_defaults(run=_report)
@@ -168,7 +164,7 @@ def add_report(subparsers: Any) -> None:
 def _report(args: argparse.Namespace) -> None:
     from .report import write_report
 
-    print(write_report(args.directory, args.out, args.float))
+    print(write_report(args.directory, args.out))
 
 
 def add_pack(subparsers: Any) -> None:

@@ -88,8 +88,7 @@ class Run:
     def _repr_html_(self) -> str:
         """The page, for a notebook."""
         with drawing():
-            figures = _figures(self)
-            return _page(self, figures)
+            return _page(self)
 
     @property
     def before(self) -> str:
@@ -122,33 +121,20 @@ def _natural(name: str) -> list[tuple[int, str]]:
     ]
 
 
-def read_run(
-    directory: str | os.PathLike[str],
-    float_directory: str | os.PathLike[str] | None = None,
-) -> Run:
-    """Read the folder of a finished run.
+def read_run(directory: str | os.PathLike[str]) -> Run:
+    """Read the folder of a finished run, and of the float run in its folder `float`, if there is one.
 
     Args:
         directory: The run's `output_dir`, or one of its checkpoints.
-        float_directory: Of the float run to compare with; by default the folder `float`
-            in `directory`, where `run_glue_moq.py --float_baseline` puts it, if it is
-            there.
 
     Raises:
-        MoQError: There is no trainer_state.json, it is not a run with MoQ,
-            `float_directory` has no metrics, or a file is not as it was written; names
-            the file and the key.
+        MoQError: There is no trainer_state.json, it is not a run with MoQ, or a file is
+            not as it was written; names the file and the key.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise MoQError(
             f"{directory} is not a folder; give the output_dir of a finished run"
-        )
-    float_run = directory / FOLDER if float_directory is None else Path(float_directory)
-    in_float = _metrics(float_run)
-    if float_directory is not None and not in_float:
-        raise MoQError(
-            f"{float_directory} has neither eval_results.json nor an evaluation in a trainer_state.json"
         )
     path = _state_of(directory)
     if path is None:
@@ -175,8 +161,8 @@ def read_run(
         log,
         saved["float_size_mb"],
         _metrics(directory),
-        in_float,
-        phases[0] if phases and float_directory is None else None,
+        _metrics(directory / FOLDER),
+        next(iter(phases), None),
         choice_in(saved),
         next(
             (
@@ -222,17 +208,13 @@ def _metrics(directory: Path) -> dict[str, float]:
 
 
 def write_report(
-    directory: str | os.PathLike[str],
-    out: str | os.PathLike[str] | None = None,
-    float_directory: str | os.PathLike[str] | None = None,
+    directory: str | os.PathLike[str], out: str | os.PathLike[str] | None = None
 ) -> Path:
-    """Write `moq_report.html`, which needs no other file, and its figures as PNG.
+    """Write `moq_report.html`, which needs no other file.
 
     Args:
         directory: The run's `output_dir`, or one of its checkpoints.
         out: Folder to write to; by default `directory`.
-        float_directory: A float run to compare with; by default the folder `float` in
-            `directory`, if it is there.
 
     Returns:
         The path of the page.
@@ -241,19 +223,11 @@ def write_report(
         MoQError: There is no finished run with MoQ, a file of it is damaged, or
             matplotlib is not installed.
     """
-    run = read_run(directory, float_directory)
+    run = read_run(directory)
     folder = run.directory if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    with drawing():
-        figures = _figures(run)
-        for title, figure in figures.items():
-            figure.savefig(
-                folder / f"moq_{title.lower()}.png",
-                dpi=150,
-                metadata={"Software": None},
-            )
-        page = folder / PAGE
-        page.write_text(_page(run, figures), encoding="utf-8")
+    page = folder / PAGE
+    page.write_text(run._repr_html_(), encoding="utf-8")
     return page
 
 
@@ -287,7 +261,7 @@ def _svg(figure: "Figure") -> str:
     return drawn[drawn.index("<svg") :]
 
 
-def _page(run: Run, figures: Mapping[str, "Figure"]) -> str:
+def _page(run: Run) -> str:
     title = html.escape(run.directory.resolve().name)
     written = max(path.stat().st_mtime for path in run.directory.iterdir())
     date = datetime.fromtimestamp(written).strftime("%Y-%m-%d")
@@ -300,7 +274,7 @@ def _page(run: Run, figures: Mapping[str, "Figure"]) -> str:
         f"<title>moq_hf: {title}</title><style>{_STYLE}</style></head><body><article><h1>{title}</h1>",
         f"<p>{date}</p><p><strong>{html.escape(_headline(run))}</strong></p><dl>{facts}</dl>",
     ]
-    for heading, figure in figures.items():
+    for heading, figure in _figures(run).items():
         caption = f"<figcaption>{_CAPTIONS[heading]}</figcaption>"
         parts.append(f"<h2>{heading}</h2><figure>{_svg(figure)}{caption}</figure>")
     if run.quantized:
