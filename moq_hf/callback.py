@@ -29,7 +29,6 @@ from .forecast import Plan, plan
 from .model.convert import check_bypassed_weights, is_quantized
 from .model.selection import take_inventory
 from .names import pretrained, uncompiled
-from .packed.files import bytes_in
 from .packed.load_check import ReferenceOutputs, kept_batch
 from .packed.save import Delivered, SaveOptions, deliver
 from .packed.state import shareable
@@ -109,13 +108,10 @@ class MoQCallback(TrainerCallback, ExportableState):
             batch, where that is not the loss in the model's output (label smoothing,
             `compute_loss_func`). It takes the model and the keyword arguments of its
             forward pass as a dict.
-        max_shard_size: The largest size of a weight file in the folder `quantized`, as
-            `save_quantized` takes it.
         **keywords: Those of `MoQConfig`, which go before what `config` says.
 
     Raises:
         MoQConfigError: The config is wrong.
-        MoQError: `max_shard_size` is no size.
 
     Attributes:
         controller: The `MoQController` of the model in training; None before a Trainer
@@ -136,11 +132,9 @@ class MoQCallback(TrainerCallback, ExportableState):
         config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         *,
         loss: ModelLoss | None = None,
-        max_shard_size: int | str = "50GB",
         **keywords: Any,
     ) -> None:
         self.config = MoQConfig.load(config, **keywords)
-        self.max_shard_size = bytes_in(max_shard_size)
         self.controller: MoQController | None = None
         self.trainer: Any = None
         self.loss = loss
@@ -180,10 +174,7 @@ class MoQCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into `trainer_state.json`, in JSON types."""
         return {
-            "args": {
-                "config": self.config.to_dict(),
-                "max_shard_size": self.max_shard_size,
-            },
+            "args": {"config": self.config.to_dict()},
             "attributes": {
                 "saved": None
                 if self.controller is None
@@ -667,7 +658,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Write the packed model and the state of the run, and say what has become of it, in one block."""
         folder = self._run_folder(args) / "quantized"
         options = options_of(self._host, state, processing_class, controller)
-        options = replace(options, max_shard_size=self.max_shard_size, run=self._host)
+        options = replace(options, run=self._host)
         answers = self.answers(args)
         try:
             self.delivered = write_result(

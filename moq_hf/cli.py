@@ -187,11 +187,6 @@ def add_pack(subparsers: Any) -> None:
         help="folder or Hub id with config and tokenizer, if the checkpoint has none",
     )
     add(
-        "--max_shard_size",
-        default="5GB",
-        help="the largest size of a weight file; default: 5GB",
-    )
-    add(
         "--layout",
         choices=("packed", "unpacked", "floats", "gemma"),
         help="how the weights lie in the files; default: what loads; gemma: transformers' own 2, 4 and 8 bits, which "
@@ -208,7 +203,6 @@ def _pack(args: argparse.Namespace) -> None:
             args.checkpoint,
             args.out,
             model=args.model,
-            max_shard_size=args.max_shard_size,
             layout=args.layout,
         )
     )

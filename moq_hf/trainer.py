@@ -20,7 +20,6 @@ from .config import MoQConfig
 from .errors import MoQError
 from .model.convert import is_quantized, quant_layers
 from .packed.card import write_run_card
-from .packed.files import bytes_in
 from .packed.state import STATE_NAME, record_metrics
 from .processes import is_apart
 from .seams.transformers import (
@@ -80,8 +79,6 @@ class MoQTrainer(Trainer):
             schedule of `moq_config` in the rest of the steps, with the learning rate's
             schedule and the optimizer's state begun anew. The config's
             `schedule_offset` is not read.
-        max_shard_size: The largest size of a weight file of the packed model, as
-            `save_quantized` takes it.
         **kwargs: What `Trainer` takes.
 
     Raises:
@@ -125,16 +122,14 @@ class MoQTrainer(Trainer):
         teacher: PreTrainedModel | None = None,
         teacher_init_kwargs: Mapping[str, Any] | None = None,
         float_first: bool | float | None = None,
-        max_shard_size: int | str = "50GB",
         **kwargs: Any,
     ) -> None:
-        self.max_shard_size = bytes_in(max_shard_size)
         callbacks = list(kwargs.get("callbacks") or [])
         share = share_of(float_first)
         if moq_config is not None:
             config = MoQConfig.load(moq_config)
             config = config if share is None else after_float(config, share)
-            callbacks.append(MoQCallback(config, max_shard_size=max_shard_size))
+            callbacks.append(MoQCallback(config))
         # Of two the callback itself says that they are too many.
         self.moq = next((c for c in callbacks if isinstance(c, MoQCallback)), None)
         if share is not None and (
@@ -545,7 +540,7 @@ class MoQTrainer(Trainer):
             folder,
             self.args,
             None if moq is None else moq.answers(self.args),
-            replace(options, state_dict=state_dict, max_shard_size=self.max_shard_size),
+            replace(options, state_dict=state_dict),
         )
         if done is not None:
             tqdm.write(f"moq_hf: saved in {folder}. {done.summary}")

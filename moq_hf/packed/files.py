@@ -13,7 +13,6 @@ import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils.hub import convert_file_size_to_int
 
 from ..errors import MoQError, one_line, read_as, read_json
 
@@ -78,26 +77,6 @@ def read_tensor(path: Path, name: str) -> Tensor:
     """One tensor of a weight file, on the CPU."""
     with safe_open(path, framework="pt") as file:
         return cast(Tensor, file.get_tensor(name))
-
-
-def bytes_in(size: int | str) -> int:
-    """The largest size of a file, as users write it.
-
-    Raises:
-        MoQError: It is no size.
-
-    >>> bytes_in("5GB"), bytes_in(1000)
-    (5000000000, 1000)
-    """
-    try:
-        count = int(convert_file_size_to_int(size))
-    except (ValueError, AttributeError):
-        count = 0
-    if count < 1:
-        raise MoQError(
-            f"max_shard_size: a number of bytes, or one with a unit (KB, MB, GB, TB): got {size!r}"
-        )
-    return count
 
 
 def size_of(folder: Path) -> int:

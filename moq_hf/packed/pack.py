@@ -36,7 +36,6 @@ from .files import (
     CONFIG,
     INDEX,
     SINGLE,
-    bytes_in,
     copy_tokenizer,
     new_path,
     tokenizer_files,
@@ -53,7 +52,6 @@ def pack_checkpoint(
     out: str | os.PathLike[str],
     *,
     model: str | None = None,
-    max_shard_size: int | str = "5GB",
     layout: Layout | None = None,
 ) -> str:
     """Write the packed model of a checkpoint, as `MoQTrainer.save_model` would have written it at that step.
@@ -67,8 +65,6 @@ def pack_checkpoint(
         out: The folder to make, or an empty one.
         model: A folder or Hub id with `config.json` and tokenizer, for a checkpoint
             that has none.
-        max_shard_size: The largest size of a weight file: bytes, or a text such as
-            "5GB".
         layout: As for `save_quantized`.
 
     Returns:
@@ -81,7 +77,6 @@ def pack_checkpoint(
     folder = Path(checkpoint)
     target = Path(out)
     new_path(out)
-    shard_size = bytes_in(max_shard_size)
     fault = fault_of(folder)
     if fault is not None:
         raise MoQError(f"cannot pack {folder}: it is not a whole checkpoint ({fault})")
@@ -117,7 +112,6 @@ def pack_checkpoint(
             metrics=last_metrics(log),
             float_metrics=_float_metrics(folder),
             state_dict=weights.renamed(names, bar.update),
-            max_shard_size=shard_size,
         )
         return f"{target}: {deliver(shell, target, options, None, layout).summary}"
 

@@ -42,7 +42,6 @@ from .files import (
     SINGLE,
     WEIGHTS,
     alone_at,
-    bytes_in,
     digest_of,
     digest_of_configs,
     read_tensor,
@@ -88,7 +87,6 @@ class SaveOptions:
     metrics: Mapping[str, Any] | None = None
     float_metrics: Mapping[str, Any] | None = None
     state_dict: Mapping[str, Tensor] | None = None
-    max_shard_size: int | str = "50GB"
     run: Any = None
 
 
@@ -121,7 +119,6 @@ def save_quantized(
     metrics: Mapping[str, Any] | None = None,
     float_metrics: Mapping[str, Any] | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
-    max_shard_size: int | str = "50GB",
     inputs: Mapping[str, Any] | None = None,
     layout: Layout | None = None,
 ) -> Path:
@@ -152,8 +149,6 @@ def save_quantized(
         state_dict: The model's float tensors, where they are not in the model itself: a
             dict, or a mapping that makes each when it is asked for. At most one of the
             layers' weights is in memory at a time then.
-        max_shard_size: The largest size of a weight file: bytes, or a text such as
-            "5GB".
         inputs: A batch as the model's forward pass takes it, to check the files with;
             None does not load them. Where the model cannot answer it, a warning says
             that nothing is proven.
@@ -182,7 +177,7 @@ def save_quantized(
     ('packed', 4)
     """
     options = SaveOptions(
-        processing_class, controller, metrics, float_metrics, state_dict, max_shard_size
+        processing_class, controller, metrics, float_metrics, state_dict
     )
     check_choice("layout", layout, (None, *LAYOUTS))
     reference = None if inputs is None else ReferenceOutputs(model, inputs)
@@ -382,7 +377,6 @@ class _Saving:
         Raises:
             MoQError: It cannot, or they are not.
         """
-        bytes_in(self.options.max_shard_size)
         if not isinstance(self.model, PreTrainedModel):
             raise MoQError(
                 f"only models of transformers can be saved packed, got {type(self.model).__name__}"
@@ -601,7 +595,6 @@ def _write_packed_files(
     model.save_pretrained(
         folder,
         state_dict=dict(tensors),
-        max_shard_size=bytes_in(options.max_shard_size),
         # The tensors have their names in the files already.
         save_original_format=False,
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from repo import ROOT
+from small_files import files_of
 from tiny_runs import arguments, moq, new_model, rows, stock
 
 from moq_hf import MoQCallback, last_checkpoint, quantize_model, save_quantized, verify_quantized
@@ -81,7 +82,7 @@ def test_a_second_run_in_a_folder_leaves_nothing_of_the_first(tmp_path: Path) ->
     tokenizer = hf.AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
     config = hf.GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=32)
     texts = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows()]
-    callback = MoQCallback(OLD, max_shard_size="5KB")
+    callback = MoQCallback(OLD)
     first = hf.Trainer(
         hf.GPT2LMHeadModel(config),
         arguments(tmp_path / "run", max_steps=2),
@@ -89,7 +90,8 @@ def test_a_second_run_in_a_folder_leaves_nothing_of_the_first(tmp_path: Path) ->
         processing_class=tokenizer,
         callbacks=[callback],
     )
-    first.train()
+    with files_of("5KB"):
+        first.train()
     folder = tmp_path / "run" / "quantized"
     assert {"tokenizer.json", "generation_config.json", "model.safetensors.index.json"} <= set(os.listdir(folder))
     (folder / "notes.txt").write_text("mine")

@@ -19,6 +19,7 @@ from checkpoint_formats import FORMATS, take_weights
 from experts import mixture
 from repo import ROOT
 from safetensors.torch import load_file, save_file
+from small_files import files_of
 from torch import Tensor, nn
 
 from moq_hf import MoQCallback, MoQError, MoQTrainer, cli, quantize_model, save_quantized, verify_quantized
@@ -178,7 +179,8 @@ def test_reads_what_deepspeed_wrote() -> None:
 
 
 def test_shards_of_the_result(checkpoint: Path, made: Any, tmp_path: Path) -> None:
-    assert cli.main(["pack", str(checkpoint), str(tmp_path / "out"), "--max_shard_size", "4KB"]) == 0
+    with files_of("4KB"):
+        assert cli.main(["pack", str(checkpoint), str(tmp_path / "out")]) == 0
     found = sorted((tmp_path / "out").glob("model-*.safetensors"))
     whole: dict[str, Tensor] = {}
     for path in found:
@@ -384,15 +386,13 @@ def test_what_it_cannot_write_to(checkpoint: Path, tmp_path: Path, capsys: pytes
     (tmp_path / "model").mkdir()
     shutil.copy(checkpoint / "model.safetensors", tmp_path / "model")
     before = {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
-    for out, more, text in (
-        (checkpoint, (), "is not empty: give a new folder"),
-        (tmp_path / "file", (), "exists already"),
-        (shutil.copytree(checkpoint, tmp_path / "checkpoint-9"), (), "is not empty: give a new folder"),
-        (tmp_path / "model", (), "is not empty: give a new folder"),
-        (tmp_path / "out", ("--max_shard_size", "much"), "max_shard_size: a number of bytes"),
-        (tmp_path / "out", ("--max_shard_size", "0KB"), "max_shard_size: a number of bytes"),
+    for out, text in (
+        (checkpoint, "is not empty: give a new folder"),
+        (tmp_path / "file", "exists already"),
+        (shutil.copytree(checkpoint, tmp_path / "checkpoint-9"), "is not empty: give a new folder"),
+        (tmp_path / "model", "is not empty: give a new folder"),
     ):
-        assert cli.main(["pack", str(checkpoint), str(out), *more]) == 2
+        assert cli.main(["pack", str(checkpoint), str(out)]) == 2
         assert text in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")} == before
 
@@ -553,10 +553,11 @@ def test_a_stock_trainer_describes_what_fsdp_saved_in_shards(tmp_path: Path) -> 
         tiny_runs.new_model(),
         args,
         train_dataset=tiny_runs.rows(),
-        callbacks=[MoQCallback(config, max_shard_size="4KB")],
+        callbacks=[MoQCallback(config)],
         processing_class=tokenizer,
     )
-    trainer.train()
+    with files_of("4KB"):
+        trainer.train()
     folder = tmp_path / "checkpoint-4"
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["BertForSequenceClassification"]
     assert (folder / "tokenizer.json").is_file()

@@ -24,6 +24,7 @@ from by_hand import WRONG, places
 from model_zoo import Stranger
 from repo import ROOT
 from safetensors.torch import load_file, save_file
+from small_files import files_of
 
 from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, quantizer, save_quantized, verify_quantized
 from moq_hf.cli import main
@@ -399,7 +400,9 @@ def test_a_shard_index_points_nowhere_else(place: Any, tmp_path: Path, monkeypat
 
 
 def test_what_is_recorded_is_what_is_verified(tmp_path: Path) -> None:
-    save_quantized(mixed(bert(), [8, 4, 12], config_of(8, quantize_embeddings=8)), tmp_path, max_shard_size="20KB")
+    with files_of("20KB"):
+        save_quantized(mixed(bert(), [8, 4, 12], config_of(8, quantize_embeddings=8)), tmp_path)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     assert recorded(tmp_path) == verify_quantized(tmp_path)
 
 
@@ -583,7 +586,8 @@ def test_a_model_that_differs_is_told(tmp_path: Path) -> None:
 
 def test_sharded(tmp_path: Path) -> None:
     model = mixed(bert(), [8, 4, 3], config_of(8))
-    save_quantized(model, tmp_path, max_shard_size="20KB")
+    with files_of("20KB"):
+        save_quantized(model, tmp_path)
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(shards) > 2
     verify_quantized(tmp_path, model)
@@ -592,7 +596,8 @@ def test_sharded(tmp_path: Path) -> None:
     save_quantized(model, tmp_path)
     assert not list(tmp_path.glob("model-*")) and not (tmp_path / "model.safetensors.index.json").exists()
     verify_quantized(tmp_path, model)
-    save_quantized(model, tmp_path, max_shard_size="20KB")
+    with files_of("20KB"):
+        save_quantized(model, tmp_path)
     assert not (tmp_path / "model.safetensors").exists()
     shards[1].unlink()
     with pytest.raises(MoQError, match=rf"{shards[1].name} is missing"):
@@ -619,7 +624,8 @@ def save_again_and_again(folder: str, ready: Any) -> None:
     ready.set()
     while True:
         for model in models:
-            save_quantized(model, folder, max_shard_size="20KB" if model is models[0] else "5GB")
+            with files_of("20KB" if model is models[0] else "5GB"):
+                save_quantized(model, folder)
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=LONG)])
@@ -668,7 +674,8 @@ def test_a_save_that_ends_at_any_step_leaves_a_whole_model_or_none(
     sizes: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = mixed(bert(), [8, 4], config_of(8)), mixed(bert(), [3, 2], config_of(8))
-    save_quantized(old, tmp_path / "old", max_shard_size=sizes[0])
+    with files_of(sizes[0]):
+        save_quantized(old, tmp_path / "old")
     real = {name: getattr(Path, name) for name in ("unlink", "replace")}
     left = 0
 
@@ -689,8 +696,8 @@ def test_a_save_that_ends_at_any_step_leaves_a_whole_model_or_none(
         folder = tmp_path / str(steps)
         shutil.copytree(tmp_path / "old", folder)
         left = steps
-        with suppress(Killed):
-            save_quantized(new, folder, max_shard_size=sizes[1])
+        with suppress(Killed), files_of(sizes[1]):
+            save_quantized(new, folder)
         try:
             logits = first(hf.BertForSequenceClassification.from_pretrained(folder).eval(), IDS)
         except OSError:
