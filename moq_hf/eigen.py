@@ -371,17 +371,12 @@ def _check_blocks(
         MoQError: No losses or blocks, a block without parameters, with one that
             requires no gradient or that an engine takes apart.
     """
-    if not losses:
-        raise MoQError("no loss: give one, or one per batch")
-    if not blocks:
-        raise MoQError("no block to measure")
+    if not losses or not blocks:
+        raise MoQError("give a loss, or one per batch, and a block to measure")
     for name, parameters in blocks.items():
-        if sum(p.numel() for p in parameters) == 0:
-            raise MoQError(f"block {name!r} has no parameters")
-        frozen = sum(not p.requires_grad for p in parameters)
-        if frozen:
+        if not parameters or not all(p.requires_grad for p in parameters):
             raise MoQError(
-                f"block {name!r} has {frozen} parameters that require no gradient; see `measuring`"
+                f"block {name!r} must have parameters that all require a gradient; see `measuring`"
             )
         if any(map(is_apart, parameters)):
             raise MoQError(NOT_UNDER_ENGINES)
@@ -418,13 +413,10 @@ def _evaluate(loss: Loss) -> Tensor:
     """
     with torch.enable_grad():
         value = loss()
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = type(value).__name__
-        if isinstance(value, Tensor):
-            shape = f"a tensor of shape {list(value.shape)}"
-        raise MoQError(f"the loss must be a scalar tensor, got {shape}")
-    if not value.requires_grad:
-        raise MoQError("the loss depends on no parameter that requires a gradient")
+    if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
+        raise MoQError(
+            "the loss must be a scalar tensor that depends on parameters which require a gradient"
+        )
     return value.reshape(())
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .config import MoQConfig
 from .config_fields import LARGEST
-from .errors import MoQError
+from .errors import MoQError, show
 from .schedule import (
     FLOAT_BITS,
     PrecisionSchedule,
@@ -77,10 +77,7 @@ class Plan:
         head = f"{self.total_steps:,} optimizer steps, {self.config.span_in_words}, offset {self.offset:,}"
         if self.config.falls:
             period = self.config.period
-            head += f", period {period if period == 'auto' else f'{period:,}'}"
-            # A deadline cuts a period that is too long for it.
-            is_cut = period != "auto" and self.deadline_step is not None
-            head += " at most, " if is_cut else ", "
+            head += f", period {period if period == 'auto' else f'{period:,}'}, "
             head += (
                 "no deadline"
                 if self.deadline_step is None
@@ -205,12 +202,10 @@ def _check_length(config: MoQConfig, total_steps: Any) -> None:
     Raises:
         MoQError: It does not, or there is no such length.
     """
-    if not isinstance(total_steps, int) or total_steps < 1:
+    if not isinstance(total_steps, int) or not 1 <= total_steps <= LARGEST:
         raise MoQError(
-            f"total_steps must be a whole number from 1, got {total_steps!r}"
+            f"total_steps must be a whole number from 1 and below 2**63, got {show(total_steps)}"
         )
-    if total_steps > LARGEST:
-        raise MoQError("total_steps must be below 2**63")
     if not config.enabled:
         raise MoQError("enabled is false: nothing would be quantized")
     offset = offset_step_of(config, total_steps)

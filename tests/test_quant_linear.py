@@ -316,7 +316,7 @@ def test_what_does_not_fit_is_told_and_changes_nothing(change: dict[str, Any], f
 
 
 def test_models_that_cannot_be_quantized_are_told() -> None:
-    with pytest.raises(MoQError, match="no linear layer to quantize; its layers are Conv1d, ReLU"):
+    with pytest.raises(MoQError, match="no linear layer is left to quantize: the model has none"):
         quantize_model(nn.Sequential(nn.Conv1d(1, 1, 1), nn.ReLU()), CONFIG)
     with pytest.raises(MoQError, match="left to quantize: 0 is in modules_to_not_convert, 2 is in"):
         quantize_model(net(), {**CONFIG, "modules_to_not_convert": ["*"]})

@@ -176,22 +176,9 @@ def select_layers(
     }
     chosen = {name: layer for name, layer in asked.items() if reasons[name] is None}
     if not chosen and not has_experts:
-        unasked = convolutions and not config.convolutions
-        hint = (
-            "; quantize_convolutions: true would quantize convolutions"
-            if unasked
-            else ""
-        )
-        if not every:
-            leaves = {
-                type(module).__name__
-                for module in inventory.modules.values()
-                if not list(module.children())
-            }
-            listed = ", ".join(sorted(leaves)) or "none"
-            raise MoQError(
-                f"the model has no {what} to quantize; its layers are {listed}{hint}"
-            )
+        hint = ""
+        if convolutions and not config.convolutions:
+            hint = "; quantize_convolutions: true would quantize convolutions"
         why = {name: f"has {reason}" for name, reason in reasons.items()}
         why |= {
             name: "is in modules_to_not_convert"
@@ -200,7 +187,9 @@ def select_layers(
             for name in kept
         }
         listed = shortened((f"{name} {why[name]}" for name in every), MOST_FAULTS)
-        raise MoQError(f"no {what} is left to quantize: {listed}{hint}")
+        raise MoQError(
+            f"no {what} is left to quantize: {listed or 'the model has none'}{hint}"
+        )
     _check_groups({name: _features(layer) for name, layer in chosen.items()}, config)
     _check_fused(inventory, chosen, config)
     left_out = {name: reasons[name] for name in every if name not in chosen}

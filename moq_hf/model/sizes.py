@@ -2,8 +2,6 @@
 
 import copy
 import json
-import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -66,7 +64,6 @@ class ModelSizes:
     Attributes:
         total: Parameters of the model.
         quantized: Those that are weights of `layers`, at whatever bits they are now.
-        others: Name to count of all the others, which stay in their own dtypes.
     """
 
     def __init__(self, inventory: Inventory, layers: Mapping[str, QuantLayer]) -> None:
@@ -79,8 +76,7 @@ class ModelSizes:
         for layer in layers.values():
             owners.setdefault(id(layer.weight), layer)
         self._weights: list[_Weight] = []
-        self.others: dict[str, int] = {}
-        self._others_bits = 0
+        others = self._others_bits = 0
         seen = set[int]()
         for name, parameter in inventory.parameters():
             left = inventory.merged and inventory.is_added(name)
@@ -97,10 +93,10 @@ class ModelSizes:
                     _Weight(layer, count, groups[0] * groups[1], full, is_table)
                 )
             else:
-                self.others[name] = count
+                others += count
                 self._others_bits += count * full
         self.quantized = sum(weight.numbers for weight in self._weights)
-        self.total = self.quantized + sum(self.others.values())
+        self.total = self.quantized + others
 
     @property
     def share(self) -> float:
@@ -162,13 +158,6 @@ class ModelSizes:
     def _widest(self) -> int:
         bits = [weight.layer.moq.bits for weight in self._weights]
         return max((b for b in bits if b <= MAX_PACKED_BITS), default=0)
-
-    def largest_others(self) -> dict[str, int]:
-        """Counts of the parameters that stay in float, the largest first; blocks count as one, `layer.*.key.bias`."""
-        counts = Counter[str]()
-        for name, count in self.others.items():
-            counts[re.sub(r"\b\d+\b", "*", name)] += count
-        return dict(counts.most_common())
 
 
 class FileSize:

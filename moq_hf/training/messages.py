@@ -13,7 +13,7 @@ from ..config_fields import DistillationConfig
 from ..errors import MOST_FAULTS, shortened
 from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize
-from ..model.sizes import ModelSizes, in_words
+from ..model.sizes import ModelSizes
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from .distillation import PARTS, TASK
 from .resume import describe
@@ -119,18 +119,13 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
 def _what_stays_in_float(
     inventory: Inventory, config: MoQConfig, sizes: ModelSizes
 ) -> str:
-    others = sizes.largest_others()
-    parts = [
-        f"{in_words(count)} in {group}" for group, count in list(others.items())[:4]
-    ]
     known = {*inventory.embeddings, *inventory.tied}
     tables = [n for n in embeddings_to_quantize(inventory, config) if n not in known]
     takes_none = any("embedding" in serving.REQUIRED[n].without for n in config.serve)
+    text = f"only {sizes.coverage} are in quantized layers"
     if tables and not takes_none:
-        parts[-1] += f"; quantize_embeddings would take {', '.join(tables)}"
-    return (
-        f"only {sizes.coverage} are in quantized layers; the others: {', '.join(parts)}"
-    )
+        text += f"; quantize_embeddings would take {', '.join(tables)}"
+    return text
 
 
 def switch_in_words(switch: Switch, target_bits: int, offset: int) -> str:

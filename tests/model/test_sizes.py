@@ -66,11 +66,8 @@ def test_experts_that_the_config_leaves_out_are_no_part_of_what_is_quantized() -
     assert metrics["moq/quantized_share"] == round(share, 4) and metrics["moq/mean_bits"] > 29
     told = f"{100 * share:.1f} % of the model's {in_words(numbers_of(model))} parameters"
     assert f"quantized: {told}" in controller.summary()
-    experts = {name: parameter.numel() for name, parameter in model.named_parameters() if "experts.gate_up" in name}
-    note = low_share(controller)
-    assert note.startswith(f"only {told} are in quantized layers; the others: {in_words(sum(experts.values()))} in ")
-    assert "mlp.experts.gate_up_proj, " in note and "mlp.experts.down_proj, " in note
-    assert note.endswith("; quantize_embeddings would take model.embed_tokens")
+    note = f"only {told} are in quantized layers; quantize_embeddings would take model.embed_tokens"
+    assert low_share(controller) == note
 
 
 def test_experts_count() -> None:
@@ -88,7 +85,6 @@ def test_experts_count() -> None:
 def test_a_bert_with_a_large_vocabulary_is_told_of_its_tables(tiny_bert: hf.BertForSequenceClassification) -> None:
     tiny_bert.resize_token_embeddings(2000)
     note = low_share(controller_of(tiny_bert))
-    assert "the others: 64,000 in bert.embeddings.word_embeddings.weight, 2,048 in " in note
     assert note.endswith("word_embeddings, bert.embeddings.position_embeddings, bert.embeddings.token_type_embeddings")
     kept = low_share(controller_of(tiny_bert, modules_to_not_convert=["embeddings", "classifier"]))
     assert "quantize_embeddings" not in kept
@@ -111,9 +107,7 @@ def test_tied_weights_count_once() -> None:
     controller = controller_of(model)
     quantized = 16 * 48 + 16 * 16 + 2 * 16 * 64
     assert controller.sizes.quantized == quantized and controller.sizes.total == numbers_of(model)
-    note = low_share(controller)
-    assert "the others: 14,400 in transformer.wte.weight, 256 in transformer.wpe" in note
-    assert "quantize_embeddings would take transformer.wte, transformer.wpe" in note
+    assert "quantize_embeddings would take transformer.wte, transformer.wpe" in low_share(controller)
 
 
 def test_a_weight_of_two_quantized_layers_counts_once() -> None:
