@@ -407,8 +407,6 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         tqdm.write(f"moq_hf: {controller.summary()}")
         sensitivity = controller.sensitivity
-        if sensitivity is not None:
-            logger.info("%s", sensitivity.summary())
         if schedule.steps:
             measured = None if sensitivity is None else sensitivity.values
             tqdm.write(

@@ -183,10 +183,6 @@ def add_pack(subparsers: Any) -> None:
     )
     add("out", metavar="OUT", help="the folder to make")
     add(
-        "--model",
-        help="folder or Hub id with config and tokenizer, if the checkpoint has none",
-    )
-    add(
         "--layout",
         choices=("packed", "unpacked", "floats", "gemma"),
         help="how the weights lie in the files; default: what loads; gemma: transformers' own 2, 4 and 8 bits, which "
@@ -202,7 +198,6 @@ def _pack(args: argparse.Namespace) -> None:
         pack_checkpoint(
             args.checkpoint,
             args.out,
-            model=args.model,
             layout=args.layout,
         )
     )

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerState
 
 from ..config import MoQConfig
-from ..errors import MoQError, explained, one_line, read_json
+from ..errors import MoQError, explained, read_json
 from ..formats.table import Layout
 from ..names import plain_name
 from ..seams.engines import FSDP_MODEL
@@ -38,7 +38,6 @@ from .files import (
     SINGLE,
     copy_tokenizer,
     new_path,
-    tokenizer_files,
 )
 from .save import SaveOptions, deliver
 
@@ -51,7 +50,6 @@ def pack_checkpoint(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    model: str | None = None,
     layout: Layout | None = None,
 ) -> str:
     """Write the packed model of a checkpoint, as `MoQTrainer.save_model` would have written it at that step.
@@ -63,8 +61,6 @@ def pack_checkpoint(
     Args:
         checkpoint: A folder `checkpoint-N` of a run with moq_hf.
         out: The folder to make, or an empty one.
-        model: A folder or Hub id with `config.json` and tokenizer, for a checkpoint
-            that has none.
         layout: As for `save_quantized`.
 
     Returns:
@@ -87,27 +83,20 @@ def pack_checkpoint(
             "model is a float one"
         )
     weights = _weights_of(folder)
-    described: Path | str = folder
     if not (folder / CONFIG).is_file():
-        if model is None:
-            raise MoQError(
-                f"{folder / CONFIG} is missing: give --model, a folder or Hub id with the model's config and tokenizer"
-            )
-        described = model
-    elif model is not None:
-        logger.warning(
-            "moq_hf: %s has its own config: of --model %s at most the tokenizer is taken",
-            folder,
-            model,
+        raise MoQError(
+            f"{folder / CONFIG} is missing: copy the model's, and its tokenizer, into the checkpoint"
         )
-    config = read_config(described)
-    shell = empty_model(config, described)
+    shell = empty_model(read_config(folder), folder)
     names = _names_in(shell, weights, folder)
     controller = _controller(shell, state)
+    tokenizer = SimpleNamespace(
+        save_pretrained=functools.partial(copy_tokenizer, folder)
+    )
     log = TrainerState.load_from_json(str(folder / STATE_FILE))
     with tqdm(desc="pack", total=len(names), leave=False, disable=None) as bar:
         options = SaveOptions(
-            processing_class=_processing_class(folder, model),
+            processing_class=tokenizer,
             controller=controller,
             metrics=last_metrics(log),
             float_metrics=_float_metrics(folder),
@@ -247,24 +236,3 @@ def _float_metrics(folder: Path) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, MoQError):
         return read_json(folder.parent / FOLDER / METRICS) or None
     return None
-
-
-def _processing_class(folder: Path, model: str | None) -> Any:
-    """Find the tokenizer or processor of the checkpoint; failing that, of the model that was named; or None."""
-    if tokenizer_files(folder):
-        copied = functools.partial(copy_tokenizer, folder)
-        return SimpleNamespace(save_pretrained=copied)
-    if model is None:
-        return None
-    try:
-        return cast(Any, transformers.AutoProcessor).from_pretrained(
-            model, trust_remote_code=False
-        )
-    # It has none, or one that needs a library.
-    except Exception as error:
-        logger.warning(
-            "moq_hf: no tokenizer is saved: that of %s cannot be loaded: %s",
-            model,
-            one_line(error),
-        )
-        return None

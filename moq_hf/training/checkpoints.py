@@ -197,7 +197,7 @@ def complete_checkpoint(
                 part.save_pretrained(checkpoint)
     except (OSError, ValueError) as error:
         logger.warning(
-            "moq_hf: %s has no config.json, so moq-hf pack will need --model: %s",
+            "moq_hf: %s has no config.json, which moq-hf pack will need: %s",
             checkpoint,
             error,
         )

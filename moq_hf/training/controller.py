@@ -93,6 +93,11 @@ class MoQController:
         config = self.config
         self.inventory = inventory
         self.model = inventory.model
+        inner = pretrained(self.model)
+        # What stands before the names of blocks in a wrapper, and says nothing in a chart.
+        self._wrapper = next(
+            (f"{n}." for n, part in inventory.modules.items() if part is inner), ""
+        )
         configs = {name: config.of(name) for name in inventory.scheduled}
         free = [name for name, own in configs.items() if own.budget is not None]
         fixed = {n: own.targets[0] for n, own in configs.items() if n not in free}
@@ -288,8 +293,10 @@ class MoQController:
             shares = self.schedule.blend
             scalars["moq/blend"] = round(sum(shares.values()) / len(shares), 6)
             for block, share in shares.items():
-                scalars[f"moq/blend/{block}"] = round(share, 6)
-        return self._named_in_charts(scalars)
+                scalars[f"moq/blend/{block.removeprefix(self._wrapper)}"] = round(
+                    share, 6
+                )
+        return scalars
 
     def block_metrics(self) -> dict[str, float]:
         """Scalars of each block, for the log of a switch: bits, period, and eigenvalues where they are measured."""
@@ -301,16 +308,9 @@ class MoQController:
         if self.config.eigenvalue.enabled and self.sensitivity is not None:
             kinds |= {"eigenvalue": self.sensitivity.values}
         for kind, values in kinds.items():
-            scalars |= {f"moq/{kind}/{block}": value for block, value in values.items()}
-        return self._named_in_charts(scalars)
-
-    def _named_in_charts(self, scalars: dict[str, float]) -> dict[str, float]:
-        """Scalars of blocks under the names that these have without a wrapper, which says nothing in a chart."""
-        inner = pretrained(self.inventory.model)
-        if inner is self.inventory.model:
-            return scalars
-        path = next(n for n, m in self.inventory.modules.items() if m is inner)
-        return {name.replace(f"/{path}.", "/"): v for name, v in scalars.items()}
+            for block, value in values.items():
+                scalars[f"moq/{kind}/{block.removeprefix(self._wrapper)}"] = value
+        return scalars
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs besides the float weights, in JSON types.

@@ -71,8 +71,6 @@ class Sensitivity:
         units: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.config = config.eigenvalue
-        # Bits that a block may end with: several under a budget.
-        self._choices = len(config.targets)
         self.blocks, layers, self.entries = _blocks_of(inventory, config, units)
         self.measure = MEASURES[config.measure](
             inventory.model, self.blocks, layers, config
@@ -115,17 +113,6 @@ class Sensitivity:
         self.measure.check_model()
         self._per_step = rows_per_step / (HALF_PRECISION if half_precision else 1.0)
         self._total = total_steps * self._per_step * self.config.max_overhead
-
-    def summary(self) -> str:
-        """One line on the first measurement, and on the budget of time."""
-        rows = self._first_rows(self._choices)
-        when = (
-            "when a drop is due" if self._choices == 1 else "when the bits are chosen"
-        )
-        return (
-            f"{self.measure.name}s of {len(self.blocks)} blocks over up to {rows} examples {when}, in at most "
-            f"{self.config.max_overhead:.3g} of the run's time"
-        )
 
     def is_due(self, schedule: PrecisionSchedule) -> bool:
         """Whether to measure before the coming step of the schedule.

@@ -277,7 +277,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: [(folder / name).unlink() for name in ("config.json", "model.safetensors")],
         "is no folder checkpoint-N of a run: it holds no weights",
     ),
-    "no config": (without("config.json"), "config.json is missing: give --model"),
+    "no config": (
+        without("config.json"),
+        "config.json is missing: copy the model's, and its tokenizer, into the checkpoint",
+    ),
     "no class": (edited("config.json", lambda c: c.pop("architectures")), "architectures: '' is not a class"),
     "own class": (edited("config.json", lambda c: c.update(architectures=["Mine"])), "'Mine' is not a class"),
     "broken config": (replaced("config.json", "{"), "the config of"),
@@ -404,25 +407,6 @@ def test_before_the_offset(tmp_path: Path) -> None:
     trainer.train()
     assert cli.main(["pack", str(tmp_path / "run" / f"checkpoint-{AT}"), str(tmp_path / "out")]) == 2
     assert cli.main(["pack", str(tmp_path / "run" / "checkpoint-12"), str(tmp_path / "out")]) == 0
-
-
-def test_config_and_tokenizer_of_another_folder(
-    checkpoint: Path, made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    named = tmp_path / "base"
-    named.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (checkpoint / name).rename(named / name)
-    for path in checkpoint.glob("*"):
-        if path.suffix in (".txt", ".jinja"):
-            path.unlink()
-    assert cli.main(["pack", str(checkpoint), str(tmp_path / "out"), "--model", str(named)]) == 0
-    assert_same(tmp_path / "out", made[1])
-    assert (tmp_path / "out" / "tokenizer.json").is_file()
-    assert "has its own config" not in caplog.text
-    pack_checkpoint(made[0], tmp_path / "again", model=str(named))
-    assert f"has its own config: of --model {named} at most the tokenizer is taken" in caplog.text
-    assert cli.main(["pack", str(checkpoint), str(tmp_path / "other"), "--model", "nobody/no-such-model"]) == 2
 
 
 def test_the_float_metrics_of_a_run_that_was_float_first(tmp_path: Path) -> None:
