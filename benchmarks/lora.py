@@ -6,7 +6,7 @@
 `scores` goes on where it stopped. MINILM is all-MiniLM-L6-v2, of which the head is new; GLUE is a folder with `sst2`,
 which has train.jsonl and validation.jsonl. LoRA has rank 16 on the encoder's linear layers, and the head is trained in
 every way. "merged" is `lora="merged"`; "beside" is the default; "rounded" trains LoRA in float, merges it, and rounds
-with the same grid and search; "full" trains all weights. Each has its own learning rate, the better of two at 3 bits
+with the same grid and search; "full" trains all weights. Each has its own learning rate, the better of two at its bits
 with a seed that is not scored again. `difference` is the largest one between the logits of all validation rows of the
 model in memory and of what was delivered, loaded by transformers, and PEFT where the adapter lies beside it.
 """
@@ -123,11 +123,11 @@ def scores(args: argparse.Namespace, place: Path) -> None:
             lines.add({**key, **study.run(**key)})
         return next(line["accuracy"] for line in lines.lines if key.items() <= line.items())
 
-    best = {way: max(rates, key=lambda rate, way=way: accuracy(way, 3, TRIED, rate)) for way, rates in RATES.items()}
     for seed in SEEDS:
         for bits in (2, 3, 4):
-            for way, rate in best.items():
-                accuracy(way, bits, seed, rate)
+            for way, rates in RATES.items():
+                tried = {rate: accuracy(way, bits, TRIED, rate) for rate in rates}
+                accuracy(way, bits, seed, max(tried, key=lambda rate: tried[rate]))
 
 
 def cost(args: argparse.Namespace, place: Path) -> None:

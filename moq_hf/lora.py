@@ -8,7 +8,8 @@ are saved and loaded as ever.
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from .seams.transformers import ADAPTED, active_lora
 from .weight_matrix import Kind, from_rows, to_rows
 
 
+@dataclass(eq=False)
 class MergedLora:
     """Replaces the forward pass of PEFT's wrapper of a layer, and gives the layer's merged weight.
 
@@ -28,13 +30,12 @@ class MergedLora:
         kind: How the layer's weight is laid out; see `to_rows`.
     """
 
-    def __init__(self, wrapper: nn.Module, kind: Kind) -> None:
-        self.wrapper = wrapper
-        self.kind = kind
+    wrapper: Any
+    kind: Kind
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the adapted layer computes, which reads its merged weight."""
-        return cast(Any, self.wrapper._modules[ADAPTED])(*args, **kwargs)
+        return self.wrapper._modules[ADAPTED](*args, **kwargs)
 
     def parts(self) -> list[Any]:
         """What a merged weight is made of, beside the weight: scalings and tensors, without a graph."""
