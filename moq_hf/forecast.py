@@ -76,8 +76,7 @@ class Plan:
         """A line for each block: the step of each drop, and the one at which the target is reached."""
         head = f"{self.total_steps:,} optimizer steps, {self.config.span_in_words}, offset {self.offset:,}"
         if self.config.falls:
-            period = self.config.period
-            head += f", period {period if period == 'auto' else f'{period:,}'}, "
+            head += f", period {self.config.period}, "
             head += (
                 "no deadline"
                 if self.deadline_step is None

@@ -145,13 +145,13 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
     state = _read_state(path)
     log = state.get("log_history", [])
     entry = entry_of_moq(state.get("stateful_callbacks"))
-    if entry is None or not any("moq/mean_bits" in line for line in log):
+    saved = None
+    if entry is not None:
+        saved = saved_state(entry, f"{path} is not as the Trainer wrote it")
+    if saved is None or not any("moq/mean_bits" in line for line in log):
         raise MoQError(
             f"{directory} is not a run with MoQ: its trainer_state.json has no bits"
         )
-    saved = saved_state(entry, f"{path} is not as the Trainer wrote it")
-    if saved is None:
-        raise MoQError(f"{directory} is not a run with MoQ: its state has no layers")
     # A run that is float first logs the evaluation of its float model.
     phases = [line["step"] for line in log if any(map(_OF_PHASE.match, line))]
     return Run(
@@ -350,8 +350,6 @@ def _facts(run: Run) -> dict[str, str]:
     if shares:
         facts["quantized"] = f"{percent(shares[-1])} of the parameters"
     facts["optimizer steps"] = f"{run.steps:,}"
-    if isinstance(run.config.offset, float):
-        facts["of them in float first"] = percent(run.config.offset)
     return facts
 
 

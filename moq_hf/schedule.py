@@ -80,7 +80,7 @@ class PrecisionSchedule:
             another one.
 
     Raises:
-        MoQError: No blocks, a name given twice, no `total_steps` where they are needed,
+        MoQError: No blocks, no `total_steps` where they are needed,
             or too few of them for `activation_quantization.start_step` or for the
             deadline: the text says what would fit.
 
@@ -118,9 +118,6 @@ class PrecisionSchedule:
         names = list(blocks)
         if not names:
             raise MoQError("a schedule needs at least one block")
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise MoQError(f"blocks named twice: {', '.join(twice)}")
         self.config = config
         # That of each block's layers: `overrides` may say other bits of them.
         self._configs = {name: (configs or {}).get(name, config) for name in names}

@@ -108,7 +108,6 @@ def test_blend_falls_to_zero_and_starts_again_for_a_block_that_switched() -> Non
     "act, text",
     [
         (lambda: PrecisionSchedule(make(8, 4, 1), []), "at least one block"),
-        (lambda: PrecisionSchedule(make(8, 4, 1), ["a", "a"]), "twice: a"),
         (lambda: PrecisionSchedule(make(8, 4, 1), ["a"]).advance({"b": 0.1}), "unknown block 'b'"),
         (lambda: PrecisionSchedule(make(8, 4, 1), ["a"]).advance({"a": 1.5}), r"must be in \[0, 1\], got 1.5"),
         (lambda: PrecisionSchedule(make(8, 4, 1), ["a"]).advance({"a": float("nan")}), "got nan"),

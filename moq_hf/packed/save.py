@@ -282,11 +282,8 @@ class _Saving:
                 # process that is killed for it has delivered.
                 proof = reference.prove(self.target, encoder.rounds_inputs)
                 if proof.agrees is False:
-                    # What is wrong with every layout is said once.
-                    if reason is None:
-                        reason = f"{layout}: {proof.reason}"
-                    elif str(proof.reason) not in reason:
-                        reason = f"{reason}; {layout}: {proof.reason}"
+                    # The best layout is the one that is missed.
+                    reason = reason or f"{layout}: {proof.reason}"
                 saved = self._record(saved, proof, reason)
                 if proof.agrees is not False:
                     break
