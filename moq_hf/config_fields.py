@@ -30,8 +30,11 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from .errors import show, show_key
+from .errors import listed, show, show_key
 from .grid import (
+    FP4_BITS,
+    GROUP_SIZES,
+    Format,
     Grid,
     Grouping,
     InputGrid,
@@ -386,6 +389,14 @@ class ConfigFields:
             "quantize_group_size",
         ),
     ] = None
+    format: Annotated[
+        Format,
+        key(
+            "what codes of 4 bits are: integers, or floats with scales of their own, which go with no other target: "
+            "`mxfp4` in groups of 32, `nvfp4` in groups of 16",
+            "quantize_format",
+        ),
+    ] = "int"
     start_bits: Annotated[
         StartBits,
         key(
@@ -664,13 +675,20 @@ class ConfigFields:
         ('bfloat16', 'float16')
         """
         served: ScaleDtype = "float16" if "llama.cpp" in self.serve else "float32"
-        if "vllm" in self.serve or "sglang" in self.serve:
+        # Plain transformers unpacks floats of 4 bits in a bfloat16 model.
+        if {"vllm", "sglang"} & {*self.serve} or self.format != "int":
             served = "float16" if dtype == "float16" else "bfloat16"
         is_stochastic = self.rounding == "stochastic"
         is_full = None if self.range == "auto" else self.range == "full"
         scales = self.scale_dtype or served
         return Grid(
-            self.grouping, self.symmetric, is_stochastic, self.scale, is_full, scales
+            self.grouping,
+            self.symmetric,
+            is_stochastic,
+            self.scale,
+            is_full,
+            scales,
+            self.format,
         )
 
     def conflicts(self) -> Iterator[str]:
@@ -729,10 +747,26 @@ class ConfigFields:
             for text in self._with(given_in(override))._bits_conflicts():
                 yield f"{where}: {text}"
 
-    def _bits_conflicts(self) -> Iterator[str]:
-        fault = (
-            self._bits_fault() if self.budget is None else _budget_fault(self.budget)
+    def _format_fault(self) -> str | None:
+        size = GROUP_SIZES.get(self.format)
+        is_right = {
+            "quantize_bits.target_bits": self.targets == (FP4_BITS,),
+            "quantize_group_size": self.group_size == size,
+            "quantize_algo.q_type": self.symmetric,
+        }
+        wrong = [path for path, right in is_right.items() if not right]
+        if size is None or not wrong:
+            return None
+        return (
+            f"quantize_format: {self.format} is symmetric, of {FP4_BITS} bits in groups of {size}, which need not be "
+            f"given; leave out {listed(wrong)}"
         )
+
+    def _bits_conflicts(self) -> Iterator[str]:
+        fault = self._format_fault()
+        if fault is None:
+            budget = self.budget
+            fault = self._bits_fault() if budget is None else _budget_fault(budget)
         if fault is not None:
             yield fault
             return

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from .config_fields import LARGEST, ConfigFields, given_in
 from .errors import MOST_FAULTS, MoQConfigError, show, show_key
+from .grid import FP4_BITS, GROUP_SIZES
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,14 @@ def parse(
         values = {name: value for name, value in values.items() if name not in _GROUPS}
     values |= given
     faults += map(_in_keywords, of_keywords)
+    # What is not a format at all is found below.
+    size = GROUP_SIZES.get(cast(Any, str(values.get("quantize_format"))))
+    if size is not None:
+        of_format = {
+            "quantize_bits.target_bits": FP4_BITS,
+            "quantize_group_size": size,
+        }
+        values = of_format | values
     is_deepspeed = block is not document
     if is_deepspeed:
         if values.get("quantize_group_size") is not None:
@@ -91,7 +100,7 @@ def parse(
     # A value that is not legal by itself is in no conflict, nor is the target that was
     # probably meant by a key that is none.
     settled = set(wrong)
-    if faults:
+    if faults or "quantize_format" in wrong:
         settled |= {"quantize_bits.target_bits"} - values.keys()
     told = [*wrong.values()]
     for text in config.conflicts():

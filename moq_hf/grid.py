@@ -21,6 +21,11 @@ MOST_FULL_BITS = 4
 Search = Literal["auto", "absmax", "mse"]
 # What a scale is rounded to. It is held as float32 all the same.
 ScaleDtype = Literal["float32", "bfloat16", "float16"]
+# What codes of 4 bits are: integers, or floats of two formats that servers know.
+Format = Literal["int", "mxfp4", "nvfp4"]
+# How many consecutive weights of a row share a scale in them.
+GROUP_SIZES: dict[Format, int] = {"mxfp4": 32, "nvfp4": 16}
+FP4_BITS = 4
 # What inputs of a layer share a scale: a token, a call, or all for good.
 InputScale = Literal["per_token", "per_tensor", "per_block", "static"]
 # The most inputs that share a scale per block, and the least of ONNX Runtime's kernels.
@@ -136,6 +141,8 @@ class Grid:
             the largest weight. It holds from 2 bits on; 1 bit is binary.
             None: at 2 to 4 bits.
         scale_dtype: What each scale is rounded to before codes are computed with it.
+        format: What codes of 4 bits are; at other bits they are integers. "mxfp4" is of
+            symmetric groups of 32, "nvfp4" of 16, and both have scales of their own.
 
     >>> Grid(PerGroup(4)).shape(12, 8)
     (12, 2)
@@ -149,6 +156,7 @@ class Grid:
     search: Search = "auto"
     full: bool | None = False
     scale_dtype: ScaleDtype = "float32"
+    format: Format = "int"
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
         """The shape of the scale for a weight `[rows, columns]`.
@@ -158,8 +166,12 @@ class Grid:
         """
         return self.grouping.shape(rows, columns)
 
+    def is_fp4(self, bits: int) -> bool:
+        """Whether codes are floats at a bit width."""
+        return self.format != "int" and bits == FP4_BITS
+
     def is_uniform(self, bits: int) -> bool:
-        """Whether codes have equal steps at a bit width, so that clipping ratios and stochastic rounding make sense."""
+        """Whether a code is a rounded quotient at a bit width, so that clipping and stochastic rounding make sense."""
         return bits >= 3 or (bits == 2 and (self.is_full(2) or not self.symmetric))
 
     def is_full(self, bits: int) -> bool:
@@ -171,18 +183,32 @@ class Grid:
         (True, False)
         """
         is_full = bits <= MOST_FULL_BITS if self.full is None else self.full
-        return is_full and self.symmetric and bits > 1
+        return is_full and self.symmetric and bits > 1 and not self.is_fp4(bits)
 
     def limits(self, bits: int) -> tuple[int, int]:
-        """The least and the largest code of uniform steps at a bit width.
+        """The least and the largest code at a bit width; those of floats are twice their values.
 
         >>> Grid().limits(4), Grid(full=True).limits(4), Grid(symmetric=False).limits(4)
         ((-7, 7), (-8, 7), (0, 15))
+        >>> Grid(PerGroup(32), format="mxfp4").limits(4)
+        (-12, 12)
         """
+        if self.is_fp4(bits):
+            return -12, 12
         if not self.symmetric:
             return 0, 2**bits - 1
         most = 2 ** (bits - 1) - 1
         return (-most - 1 if self.is_full(bits) else -most), most
+
+    def top(self, bits: int) -> int:
+        """The code by which the largest weight of a group is divided for its scale: MXFP4's is a power of two.
+
+        >>> Grid().top(4), Grid(full=True).top(4), Grid(PerGroup(32), format="mxfp4").top(4)
+        (7, -8, 8)
+        """
+        if self.is_fp4(bits) and self.format == "mxfp4":
+            return 8
+        return self.limits(bits)[0 if self.is_full(bits) else 1]
 
     def searches(self, bits: int) -> bool:
         """Whether clipping ratios are searched at a bit width; ternary and binary grids set their own scale.
@@ -200,7 +226,8 @@ class Grid:
 
         Raises:
             ValueError: It does not: bits are not 1 to 16, 1 bit or a full range is
-                asymmetric, or stochastic rounding has no steps.
+                asymmetric, stochastic rounding has no steps, or a format has other
+                groups.
         """
         if not 1 <= bits <= MAX_BITS:
             raise ValueError(f"bits must be 1 to {MAX_BITS}, got {bits}")
@@ -212,6 +239,9 @@ class Grid:
             )
         if self.stochastic and not self.is_uniform(bits):
             raise ValueError(f"{bits} bits symmetric rounds to nearest only")
+        size = GROUP_SIZES.get(self.format)
+        if size is not None and self.grouping != PerGroup(size):
+            raise ValueError(f"{self.format} is of groups of {size}")
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,18 @@ rounding is half to even, and the result is cast once. With b bits:
 | asymmetric, b >= 2 | r (hi - lo) / (2^b - 1), lo = min(0, min x), hi = max(0, max x) | clip(round(x / scale) + zero, 0, 2^b - 1), zero = clip(round(-r lo / scale), 0, 2^b - 1) |
 | ternary (symmetric, b = 2) | mean of abs(x) above t = 0.7 mean abs(x) | sign(x) where abs(x) > t, else 0 |
 | binary (b = 1) | mean abs(x) | sign(x), sign(0) = +1 |
+| MXFP4 (b = 4, groups of 32) | p(r max abs(x)) / 8 | clip(e(x / scale), -12, 12) |
+| NVFP4 (b = 4, groups of 16) | E4M3(2^8 r max abs(x) / 12) / 2^8 | clip(e(x / scale), -12, 12) |
 
-r is the clipping ratio of the group, 1 unless given. Stochastic rounding replaces round(y) by floor(y + u), u uniform in
+MXFP4 and NVFP4 have the numbers of E2M1 for codes, here twice their values: 0, 1, 2, 3, 4, 6, 8 and 12 with a sign,
+where zero has none. So a scale is half of that in the files. e rounds to the nearest of them, a tie to the even one
+(0, 2, 4, 8): 1 apart below 4, 2 apart below 8, then 4. p(y) is the power of two at or below y, or above it from 1.75 of
+that on, where less would clip more. E4M3 rounds half to even, from 2^-9 to 448; the scale of the whole tensor, 2^-7 in
+the files, is one for every layer, so that fused layers share it: group scales are exact to four bits from 2^-14 to 7 / 4,
+and weights beyond 21 are clipped. Since both scales are powers of two but for the four bits, each weight is exact in
+bfloat16.
+
+r is the clipping ratio of the group, 1 unless given; NVFP4's may be above 1, where its largest weight is not 6. Stochastic rounding replaces round(y) by floor(y + u), u uniform in
 [0, 1). Sums (ternary, binary, squared errors) are in float64, in PyTorch's order, and then rounded to float32. A group
 whose scale would be below the smallest normal float32 in magnitude (all zeros, or too small to matter) becomes zeros.
 
@@ -26,7 +36,8 @@ sign. So float16 clips weights beyond 65504 (2^(b-1) - 1), and makes zeros of a 
 A scale that is zero, NaN or Inf stays.
 
 Sources: uniform grids as in DeepSpeed's MoQ; ternary from Li et al. 2016, "Ternary Weight Networks" (0.7 is their
-threshold factor); binary from Rastegari et al. 2016, "XNOR-Net".
+threshold factor); binary from Rastegari et al. 2016, "XNOR-Net"; E2M1 and MXFP4 from the OCP Microscaling
+specification 1.0, its exponent and NVFP4 as compressed-tensors 0.20 has them.
 """  # noqa: E501 - a table row cannot be broken
 
 import hashlib
@@ -37,15 +48,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .grid import Grid, PerChannel, ScaleDtype
+from .grid import Format, Grid, PerChannel
 
-# The clipping ratios that a search tries. Saved states hold their indices.
+# The clipping ratios that a search tries, and those above 1 that it tries for NVFP4,
+# where a group's least error may be with its largest weight at 4. Saved states hold
+# their indices.
 RATIOS = tuple((100 - 5 * k) / 100 for k in range(17))
+HIGHER_RATIOS = tuple((18 - k) / 10 for k in range(8))
+# Of MXFP4's exponents the next one could only clip less than what clips nothing.
+_RATIOS_OF: dict[Format, tuple[float, ...]] = {
+    "int": RATIOS,
+    "mxfp4": (1.0, 0.5),
+    "nvfp4": HIGHER_RATIOS + RATIOS[:9],
+}
 _TINY = torch.finfo(torch.float32).tiny
 # Weights that a CPU takes at once where one pass over all of them would leave its
 # caches: 384 KB of float32.
 _BLOCK = 98_304
-_SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+# What NVFP4's scales are multiplied with before they are rounded: half of a code's
+# unit, and the scale of the whole tensor.
+E4M3_UNIT = 2.0**8
 _DEFAULT = Grid()
 
 
@@ -96,7 +118,7 @@ def quantize(
         weight: Floating-point `[rows, columns]`, any dtype and device.
         bits: Bit width, 1 to 16.
         grid: Which weights share a scale, and how codes are rounded.
-        ratio: Clipping ratios, float32 of the scale's shape, in (0, 1]. None is 1
+        ratio: Clipping ratios, float32 of the scale's shape, above 0. None is 1
             everywhere (absmax).
         seed: The random numbers of stochastic rounding.
 
@@ -178,7 +200,7 @@ def fake_quantize(
         weight: Floating-point `[rows, columns]`, any dtype, device and strides.
         bits: Bit width, 1 to 16.
         grid: Which weights share a scale, and how codes are rounded.
-        ratio: Clipping ratios, float32 of the scale's shape, in (0, 1]. None is 1
+        ratio: Clipping ratios, float32 of the scale's shape, above 0. None is 1
             everywhere (absmax).
         seed: The random numbers of stochastic rounding.
         blend: Share b of the float weight in the result b * w + (1 - b) * Q(w), 0 to 1.
@@ -219,7 +241,7 @@ def fake_quantize_with_scale(
     scale, offset = _scales(x, bits, grid, ratio)
     out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
     blocks: Iterable[slice] = _blocks(x)
-    if out.dtype == torch.float32 and grid.is_uniform(bits):
+    if out.dtype == torch.float32 and grid.is_uniform(bits) and not grid.is_fp4(bits):
         # A float32 result needs no buffer that should stay in the caches.
         blocks = [slice(None)]
     for rows in blocks:
@@ -240,6 +262,8 @@ def fake_quantize_with_scale(
 
 def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
     """The clipping ratio of each group, out of 1.00, 0.95, ... 0.20, with the least sum of squared errors.
+
+    Those of MXFP4 are 1.0 and 0.5, those of NVFP4 1.8, 1.7, ... 1.0, 0.95, ... 0.60.
 
     Errors are those of nearest rounding, squared in float32 and added in float64; ties
     go to the larger ratio.
@@ -393,7 +417,7 @@ def _scales(
         return _uniform_scale(*_range(x, bits, grid), bits, grid, ratio)
     parts = [_few_scales(x[rows], bits) for rows in _blocks(x)]
     scales, thresholds = zip(*parts, strict=True)
-    return _as_stored(torch.cat(scales), grid.scale_dtype), torch.cat(thresholds)
+    return _as_stored(torch.cat(scales), bits, grid), torch.cat(thresholds)
 
 
 def _few_scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -425,10 +449,7 @@ def _codes(
     if offset is not None and not grid.is_uniform(bits):
         return out.copy_(x.to(torch.float32).abs() > offset).copysign_(x)
     torch.div(x, scale, out=out)
-    if noise is None:
-        out.round_()
-    else:
-        out.add_(noise).floor_()
+    _round(out, noise, grid.is_fp4(bits))
     if offset is not None:
         out.add_(offset)
     return out.clamp_(*grid.limits(bits))
@@ -448,6 +469,22 @@ def _on_grid(
     if offset is not None and not grid.symmetric:
         out.sub_(offset)
     return out.mul_(scale)
+
+
+def _round(quotients: Tensor, noise: Tensor | None, to_fp4: bool) -> None:
+    """Round in place, to integers or to twice the numbers of E2M1; with random numbers, stochastically."""
+    # How far apart codes are: neither a product nor a quotient with it is rounded.
+    steps = None
+    if to_fp4:
+        size = quotients.abs()
+        steps = torch.ones_like(size).masked_fill_(size >= 4, 2.0)
+        quotients.div_(steps.masked_fill_(size >= 8, 4.0))
+    if noise is None:
+        quotients.round_()
+    else:
+        quotients.add_(noise).floor_()
+    if steps is not None:
+        quotients.mul_(steps)
 
 
 def _mean(magnitude: Tensor, count: int | Tensor) -> Tensor:
@@ -480,29 +517,35 @@ def _uniform_scale(
         high = high * ratio
     span = high if grid.symmetric else high - low
     # Division by a number would be a multiplication by its reciprocal on CUDA.
-    scale = span / torch.full_like(span, least if grid.is_full(bits) else most)
-    scale = _as_stored(torch.where(scale.abs() < _TINY, 1.0, scale), grid.scale_dtype)
+    scale = span / torch.full_like(span, grid.top(bits))
+    scale = _as_stored(torch.where(scale.abs() < _TINY, 1.0, scale), bits, grid)
     if grid.symmetric:
         return scale, None
     return scale, (-low / scale).round_().clamp_(least, most)
 
 
-def _as_stored(scale: Tensor, dtype: ScaleDtype) -> Tensor:
+def _as_stored(scale: Tensor, bits: int, grid: Grid) -> Tensor:
     """Round scales to their dtype, as float32; those beyond its range become its largest or smallest value."""
-    if dtype == "float32":
+    dtype = getattr(torch, grid.scale_dtype)
+    unit = 1.0
+    if grid.is_fp4(bits):
+        if grid.format == "mxfp4":
+            # From 1.75 of a power of two on, the sum has the next exponent.
+            return ((scale.view(torch.int32) + (1 << 21)) & 0x7F800000).view(
+                torch.float32
+            )
+        dtype, unit = torch.float8_e4m3fn, E4M3_UNIT
+    if dtype == torch.float32:
         return scale
-    limits = torch.finfo(_SCALE_DTYPES[dtype])
-    # What is given is not below the smallest normal float32, bfloat16's too; float16
-    # has subnormal values.
-    least = (
-        limits.smallest_normal * limits.eps
-        if dtype == "float16"
-        else limits.smallest_normal
-    )
-    size = (
-        scale.abs().clamp_(least, limits.max).to(_SCALE_DTYPES[dtype]).to(torch.float32)
-    )
-    return torch.where((scale == 0) | scale.isinf(), scale, size.copysign_(scale))
+    limits = torch.finfo(dtype)
+    # What is given is not below the smallest normal float32, bfloat16's too; the others
+    # have subnormal values.
+    least = limits.smallest_normal
+    if dtype != torch.bfloat16:
+        least *= limits.eps
+    size = (scale.abs() * unit).clamp_(least, limits.max).to(dtype).to(torch.float32)
+    stored = (size / unit).copysign_(scale)
+    return torch.where((scale == 0) | scale.isinf(), scale, stored)
 
 
 def _best_ratio(x: Tensor, bits: int, grid: Grid) -> Tensor:
@@ -512,12 +555,12 @@ def _best_ratio(x: Tensor, bits: int, grid: Grid) -> Tensor:
     low, high = _range(x, bits, grid)
     best = torch.ones_like(high)
     best_error = torch.full_like(high, torch.inf, dtype=torch.float64)
-    for value in RATIOS:
+    for value in _RATIOS_OF[grid.format if grid.is_fp4(bits) else "int"]:
         # The ratio is a tensor, because on some devices PyTorch multiplies with a
         # number in another precision.
         ratio = torch.full_like(high, value)
         scale, zero = _uniform_scale(low, high, bits, grid, ratio)
-        torch.div(x, scale, out=buffer).round_()
+        _round(torch.div(x, scale, out=buffer), None, grid.is_fp4(bits))
         if zero is None:
             buffer.clamp_(least, most)
         else:

@@ -96,6 +96,7 @@ def fake_quantize_with_scale(
     if (
         {dtype, weight.dtype} <= _DTYPES
         and grid.is_uniform(bits)
+        and not grid.is_fp4(bits)
         and available(weight.device)
     ):
         rows, columns = quantizer.check(weight, bits, grid, ratio)

@@ -1,15 +1,40 @@
 """What the forms of compressed-tensors share: its own compressor writes them and reads them."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import MoQError
-from ..quantizer import Quantized, dequantize
+from ..grid import Format
+from ..quantizer import E4M3_UNIT, Quantized, dequantize
 from ..seams.transformers import compress, decompress
 from .stored import EncodedWeight, EncodeSpec, StoredWeight, per_weight
+
+
+class Fp4(NamedTuple):
+    """How compressed-tensors has codes that are floats.
+
+    Attributes:
+        name: Of the format.
+        strategy: What shares a scale.
+        scale_dtype: Dtype of the scales in the file.
+        divisor: The scale of the whole tensor, by which theirs are divided.
+    """
+
+    name: str
+    strategy: str
+    scale_dtype: str
+    divisor: float
+
+
+FP4: dict[Format, Fp4] = {
+    "mxfp4": Fp4("mxfp4-pack-quantized", "group", "torch.uint8", 1.0),
+    "nvfp4": Fp4(
+        "nvfp4-pack-quantized", "tensor_group", "torch.float8_e4m3fn", E4M3_UNIT / 2
+    ),
+}
 
 
 def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
@@ -24,6 +49,8 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
     | symmetric, a scale per group in a row | group | none |
     | asymmetric | block of a row's weights, the scale of a block of rows repeated | int8, one per scale |
     | asymmetric, unpacked while loading | channel or group | packed |
+    | MXFP4 | group, its exponent in a byte | none |
+    | NVFP4 | tensor_group, scales in E4M3, to be divided by that of the whole tensor | none |
 
     Channel and group are what servers take.
     """
@@ -61,6 +88,17 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
             half = 2 ** (spec.width - 1)
             zero = per_weight(values.zero_point, (rows, groups)) - half
         parts["weight_zero_point"] = zero.to(torch.int8)
+    if spec.is_fp4:
+        own = FP4[spec.grid.format]
+        format = own.name
+        args |= {
+            "type": "float",
+            "strategy": own.strategy,
+            "scale_dtype": own.scale_dtype,
+        }
+        parts["weight_scale"] = scale * (2 * own.divisor)
+        if own.strategy == "tensor_group":
+            parts["weight_global_scale"] = torch.full((1,), own.divisor, device="cpu")
     scheme = {"weights": args, "format": format}
     if spec.matrices is not None:
         return EncodedWeight(_compress_matrices(parts, scheme, spec.matrices), scheme)
@@ -101,16 +139,23 @@ def read(stored: StoredWeight) -> Quantized:
     parts = stored.parts
     shape = stored.layer.shape
     width = stored.scheme["weights"]["num_bits"]
+    own = FP4.get(stored.layer.format)
     if "weight_packed" in parts:
-        words = [shape[0], math.ceil(shape[1] * width / 32)]
+        # Two codes of four bits are a byte; others are in words.
+        bits = 32 if own is None else 8
+        words = [shape[0], math.ceil(shape[1] * width / bits)]
         packed_shape = list(parts["weight_packed"].shape)
-        if packed_shape != words or parts["weight_shape"].tolist() != [*shape]:
+        own_shape = parts.get("weight_shape", torch.tensor(shape, device="cpu"))
+        if packed_shape != words or own_shape.tolist() != [*shape]:
             raise MoQError(
                 f"{stored.where}: the packed codes are not those of a weight {[*shape]} at {width} bits"
             )
-    float_scale = parts["weight_scale"].float()
-    tensors = decompress({**parts, "weight_scale": float_scale}, stored.scheme)
-    scale = tensors["weight_scale"]
+    if own is None:
+        parts = {**parts, "weight_scale": parts["weight_scale"].float()}
+    tensors = decompress(parts, stored.scheme)
+    scale = tensors["weight_scale"].float()
+    if own is not None:
+        scale = scale / (2 * own.divisor)
     zero = tensors.get("weight_zero_point")
     codes = (tensors["weight"] / per_weight(scale, shape)).round().int()
     # A table that was given the groups of the linear layers has each scale several

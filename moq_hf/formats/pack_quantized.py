@@ -15,15 +15,21 @@ def fits(spec: EncodeSpec) -> bool:
     """Whether a layer can be packed: an `nn.Linear` or experts of 2 to 8 bits; a table where all have one scheme.
 
     Tables by themselves cannot: transformers initializes and ties them by the name
-    `weight`.
+    `weight`. Nor can experts in NVFP4, of which transformers 5.23 does not load the
+    scale of a whole matrix.
     """
     if not 2 <= spec.bits <= MAX_PACKED_BITS or spec.multiplies_bytes:
         return False
     rows, columns = spec.matrix_shape
     if spec.row_size is not None and columns % spec.row_size:
         return False
+    if spec.shared is not None and spec.shared.is_fp4 != spec.is_fp4:
+        return False
     if is_experts(spec.kind):
-        return spec.matrices is not None and spec.grid.symmetric
+        is_loaded = spec.grid.symmetric and not (
+            spec.is_fp4 and spec.grid.format == "nvfp4"
+        )
+        return spec.matrices is not None and is_loaded
     if spec.kind not in ("linear", "embedding"):
         return False
     if spec.shared is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config_fields import Count, Flag, Positive
 from ..errors import MoQError
-from ..grid import Grid, InputGrid
+from ..grid import Format, Grid, InputGrid
 from ..quant_linear import QuantLayer
 from ..quantizer import Quantized
 from ..schedule import FLOAT_BITS
@@ -31,11 +31,13 @@ class SharedScheme:
         symmetric: Whether there are no zero points.
         takes_tables: Whether embedding tables are packed too, at the widest bits of
             all.
+        is_fp4: Whether all codes are floats.
     """
 
     row_size: int | None
     symmetric: bool
     takes_tables: bool
+    is_fp4: bool
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class EncodeSpec:
             "an embedding table shares their weight": self.is_table,
             "they are Conv1D layers": self.kind != "linear",
             "their grid is asymmetric": not self.grid.symmetric,
+            f"they are {self.grid.format}": self.is_fp4,
             f"they have {self.bits} bits": not 2 <= self.bits <= MAX_PACKED_BITS,
             f"inputs have {self.inputs.bits} bits": self.inputs.bits != 8,
             f"scales are {scale}": scale not in ("static", "per_token"),
@@ -118,6 +121,11 @@ class EncodeSpec:
         if self.inputs is None or self.row_size is not None:
             return False
         return self.bits == self.inputs.bits == 8
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether codes are floats."""
+        return self.grid.is_fp4(self.bits)
 
     @property
     def row_size(self) -> int | None:
@@ -176,6 +184,7 @@ class StoredLayer:
             scales and zero points.
         matrices: Names in the files of packed experts' matrices, in the order of the
             rows of `shape`; None for any other layer.
+        format: What the codes are; see `Grid`.
     """
 
     # A file with other keys is damaged.
@@ -194,6 +203,7 @@ class StoredLayer:
     full: Flag = False
     tied: tuple[str, ...] = ()
     matrices: tuple[str, ...] | None = None
+    format: Format = "int"
 
 
 class StoredWeight(NamedTuple):
@@ -214,7 +224,8 @@ class StoredWeight(NamedTuple):
     @property
     def grid(self) -> Grid:
         """The grid of its codes."""
-        return Grid(symmetric=self.layer.symmetric, full=self.layer.full)
+        layer = self.layer
+        return Grid(symmetric=layer.symmetric, full=layer.full, format=layer.format)
 
     def check(self, values: Quantized) -> None:
         """Check that codes, scales and zero points are of the grid that the layer declares, and need its bits.
@@ -254,6 +265,9 @@ class StoredWeight(NamedTuple):
         # its least value.
         shows_bits = bool(((scale != 1) & (scale.abs() > 2.0**-24)).any())
         needs_fewer_bits = low <= lowest < highest <= high
+        if grid.is_fp4(bits):
+            # Small codes may be those of scales that are as small as can be.
+            return
         if bits > 2 and shows_bits and needs_fewer_bits:
             raise MoQError(
                 f"{self.where}: no code is beyond {high}, so they are of fewer than {bits} bits"

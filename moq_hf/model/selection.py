@@ -286,7 +286,8 @@ def grid_of(layer: nn.Module, config: MoQConfig, parameter: str = "weight") -> G
     An embedding table has one scale per row; with `quantize_group_size` one of fewer than
     8 bits is quantized as linear layers are, but symmetric. A convolution has one per
     channel with `quantize_group_size`, which seldom divides its kernels: a
-    depthwise one of 3 x 3 has rows of 9 weights. `quantize_groups` counts the groups of each expert.
+    depthwise one of 3 x 3 has rows of 9 weights. Neither has codes that are floats. `quantize_groups` counts the groups
+    of each expert.
 
     >>> config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantize_group_size": 32})
     >>> grid_of(nn.Conv2d(3, 4, 3), config).grouping, grid_of(nn.Linear(32, 4), config).grouping
@@ -302,9 +303,9 @@ def grid_of(layer: nn.Module, config: MoQConfig, parameter: str = "weight") -> G
             or config.embeddings in ("auto", 8)
         ):
             return replace(_ROWS, scale_dtype=grid.scale_dtype)
-        return replace(grid, symmetric=True)
+        return replace(grid, symmetric=True, format="int")
     if is_convolution(layer) and config.grouping.row_size is not None:
-        return replace(grid, grouping=PerChannel())
+        return replace(grid, grouping=PerChannel(), format="int")
     if parameter != "weight" and isinstance(grid.grouping, RowBlocks):
         experts, *_ = matrix_of(layer, parameter)
         return replace(grid, grouping=RowBlocks(grid.grouping.count * experts))

@@ -427,7 +427,11 @@ class _Saving:
             return ["floats"]
         if wanted is not None:
             return [wanted]
-        if is_unpacked_while_loading(without_peft(self.whole_model), encoder.packed):
+        if (
+            encoder.needs_bfloat16 and encoder.dtype != "bfloat16"
+        ) or is_unpacked_while_loading(
+            without_peft(self.whole_model), encoder.packed
+        ):
             return ["unpacked", "floats"]
         # Servers take asymmetric grids as they are unpacked while loading; tables of
         # more bits would be dense there.

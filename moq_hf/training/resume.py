@@ -16,7 +16,7 @@ from ..config import MoQConfig
 from ..config_fields import Count, DistillationConfig, Positive, Weight
 from ..errors import MoQConfigError, MoQError, read_as, show
 from ..inputs import LARGEST_RANGE
-from ..quantizer import RATIOS
+from ..quantizer import HIGHER_RATIOS, RATIOS
 from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch
 from ..version import __version__
 from .budget import Choice
@@ -125,18 +125,19 @@ class SavedCallback(TypedDict):
 
 
 # A saved state holds clipping ratios as one letter for each group: A is the first ratio
-# of the search, 1.00, B is 0.95, and so on.
-_LETTERS = dict(zip(string.ascii_uppercase, RATIOS, strict=False))
+# of the search, 1.00, B is 0.95, and so on; R is 1.8, S is 1.7.
+_LETTERS = dict(zip(string.ascii_uppercase, RATIOS + HIGHER_RATIOS, strict=False))
 
 
 def ratios_in_letters(ratio: Tensor) -> str:
-    """Clipping ratios, each one of `quantizer.RATIOS`, as text.
+    """Clipping ratios, each one of those that `quantizer` tries, as text.
 
     >>> ratios_in_letters(torch.tensor([[1.0], [0.95], [0.2]]))
     'ABQ'
     """
     letters = list(_LETTERS)
-    distances = ratio.flatten().cpu()[:, None] - torch.tensor(RATIOS, device="cpu")
+    known = torch.tensor(list(_LETTERS.values()), device="cpu")
+    distances = ratio.flatten().cpu()[:, None] - known
     return "".join(letters[index] for index in distances.abs().argmin(1).tolist())
 
 
@@ -157,7 +158,7 @@ def ratios_of_letters(name: str, text: str, shape: tuple[int, int]) -> Tensor:
     if len(text) != shape[0] * shape[1] or set(text) - set(_LETTERS):
         raise MoQError(
             f"the checkpoint's MoQ state is damaged: ratios.{name} must be {shape[0] * shape[1]} clipping ratios, "
-            f"letters from A to Q, not {show(text)}"
+            f"letters from A to Y, not {show(text)}"
         )
     return torch.tensor(
         [_LETTERS[letter] for letter in text], dtype=torch.float32, device="cpu"
