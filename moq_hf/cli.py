@@ -184,7 +184,7 @@ def add_pack(subparsers: Any) -> None:
     add("out", metavar="OUT", help="the folder to make")
     add(
         "--layout",
-        choices=("packed", "unpacked", "floats", "gemma"),
+        choices=("packed", "unpacked", "floats", "gemma", "mxfp4"),
         help="how the weights lie in the files; default: what loads; gemma: transformers' own 2, 4 and 8 bits, which "
         "stay packed in memory, for transformers >= 5.23 alone",
     )

@@ -19,7 +19,7 @@ from ..weight_matrix import Kind
 # Widest code that the packed format stores; wider layers are saved as floats.
 MAX_PACKED_BITS = 8
 # The names of forms in `moq_state.json`; "float" is a weight that was not quantized yet.
-Form = Literal["packed", "int8", "gemma", "dense", "float"]
+Form = Literal["packed", "int8", "gemma", "mxfp4", "dense", "float"]
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class StoredLayer:
         kind: What the layer is; see `weight_matrix.Kind`.
         bits: 1 to 16, or 32 for a layer that was not quantized yet.
         stored: "packed" (bits per weight), "int8" (one byte per weight), "gemma" (2, 4
-            or 8 bits per weight), "dense" (floats on the grid) or "float".
+            or 8 bits per weight), "mxfp4" (experts of GPT-OSS), "dense" (floats on the grid) or "float".
         shape: Rows and columns of the weight as it is quantized; a conv1d has its
             transpose in the file.
         scales: Rows and columns of the scale; [0, 0] for float.

@@ -3,10 +3,10 @@
 from types import ModuleType
 from typing import Literal
 
-from . import floats, gemma, int_quantized, pack_quantized
+from . import floats, gemma, int_quantized, mxfp4, pack_quantized
 from .stored import EncodeSpec, Form
 
-Layout = Literal["packed", "unpacked", "floats", "gemma"]
+Layout = Literal["packed", "unpacked", "floats", "gemma", "mxfp4"]
 
 
 FORMS: dict[Form, ModuleType] = {
@@ -14,6 +14,7 @@ FORMS: dict[Form, ModuleType] = {
     "int8": int_quantized,
     "dense": floats,
     "gemma": gemma,
+    "mxfp4": mxfp4,
 }
 """Each form by the name that `moq_state.json` has for it."""
 
@@ -22,6 +23,7 @@ LAYOUTS: dict[Layout, tuple[Form, ...]] = {
     "unpacked": ("packed", "dense"),
     "floats": ("dense",),
     "gemma": ("gemma", "dense"),
+    "mxfp4": ("mxfp4", "dense"),
 }
 """The forms that may stand in one folder.
 
@@ -31,7 +33,7 @@ themselves (the encoder by `generate` of BART, the towers of CLIP). Nor can tran
 which is how servers take asymmetric grids. These models are "unpacked": unpacked while loading (`dequantize`), which
 knows one scheme for all layers, with as many bits as the largest layer has. Where neither computes what the model did,
 the layout is "floats": ordinary weights on their grid. "gemma" is written where it is asked for alone: plain
-transformers keeps such weights packed, and no server takes them.
+transformers keeps such weights packed, and no server takes them. "mxfp4" is of GPT-OSS whose experts are all in MXFP4.
 """
 
 NEEDS: dict[Layout, dict[str, str]] = {
@@ -39,10 +41,14 @@ NEEDS: dict[Layout, dict[str, str]] = {
     "unpacked": {"transformers": "5.23.0", "compressed-tensors": "0.18.0"},
     "floats": {"transformers": "5.0.0"},
     "gemma": {"transformers": "5.23.0"},
+    "mxfp4": {"transformers": "5.23.0"},
 }
+FP4_NEEDS = {"transformers": "5.23.0", "compressed-tensors": "0.20.0"}
+"""The same of folders whose codes are floats: no others were tried."""
+
 """The least versions that load every folder of a layout as it was evaluated.
 
-They were tried, with the versions before them (`benchmarks/versions.py`); "gemma" with 5.23.0 alone. Older ones
+They were tried, with the versions before them (`benchmarks/versions.py`); "gemma" and "mxfp4" with 5.23.0 alone. Older ones
 load some models all the same, and end with an error on others.
 """
 

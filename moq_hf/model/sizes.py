@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import MoQError, one_line
+from ..formats import mxfp4
 from ..formats.stored import MAX_PACKED_BITS, EncodeSpec
-from ..formats.table import FORMS, form_of
+from ..formats.table import FORMS, Layout, form_of
 from ..names import pretrained, without_fsdp, without_peft
 from ..processes import shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
@@ -45,7 +46,9 @@ class _Weight(NamedTuple):
     def saved(self, width: int | None) -> int:
         """Bits of a code in the files: `width`, which all packed codes share; None takes its own, 8 in a table."""
         spec = EncodeSpec.of(self.layer, self.is_table)
-        form = FORMS[form_of(spec, "packed")]
+        # Experts of GPT-OSS have a layout of their own.
+        layout: Layout = "mxfp4" if mxfp4.fits(spec) else "packed"
+        form = FORMS[form_of(spec, layout)]
         if form.FORMAT is None:
             return self.full
         return width or form.WIDTH or spec.bits
@@ -139,7 +142,9 @@ class ModelSizes:
             bits = weight.saved(width)
             size += weight.numbers * bits
             if bits < weight.full:
-                size += weight.scales * weight.full
+                state = weight.layer.moq
+                is_fp4 = state.grid.is_fp4(state.bits)
+                size += weight.scales * (8 if is_fp4 else weight.full)
         return size / 8e6
 
     @property

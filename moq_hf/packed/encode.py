@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import quantizer
 from ..errors import MoQError, shortened
-from ..formats import gemma
+from ..formats import gemma, mxfp4
 from ..formats.stored import (
     MAX_PACKED_BITS,
     EncodedWeight,
@@ -28,7 +28,7 @@ from ..formats.stored import (
     SharedScheme,
     StoredLayer,
 )
-from ..formats.table import FORMS, NEEDS, Layout, form_of, has_codes
+from ..formats.table import FORMS, FP4_NEEDS, NEEDS, Layout, form_of, has_codes
 from ..model.inventory import FUSED, Inventory, is_linear
 from ..names import plain_name
 from ..processes import device_of, shape_of
@@ -145,7 +145,7 @@ class Encoder:
         # them.
         self.dtype = (
             next(iter(scales))
-            if layout in _WITH_INPUTS and self.dtypes == scales
+            if layout in (*_WITH_INPUTS, "mxfp4") and self.dtypes == scales
             else "float32"
         )
 
@@ -162,6 +162,9 @@ class Encoder:
     @property
     def needs(self) -> dict[str, str]:
         """The least versions of the libraries that load the folder."""
+        has_fp4 = any(layer.format != "int" for layer in self.stored.values())
+        if has_fp4 and self.layout in ("packed", "unpacked") and self.groups:
+            return FP4_NEEDS
         return NEEDS[self.layout if self.groups else "floats"]
 
     @property
@@ -329,6 +332,11 @@ class Encoder:
             }
             if "weight" in encoded.parts:
                 parts[weight_name] = encoded.parts["weight"]
+        if form == "mxfp4":
+            parts = {
+                name + mxfp4.ENDINGS[part]: tensor
+                for part, tensor in encoded.parts.items()
+            }
         self.stored[name] = StoredLayer(
             kind=spec.kind,
             bits=state.bits,
@@ -402,6 +410,8 @@ class Encoder:
         """The quantization config for `config.json`; None if every layer is dense."""
         if not self.groups:
             return None
+        if self.layout == "mxfp4":
+            return mxfp4.CONFIG
         formats = {group["format"] for group in self.groups.values()}
         members = {
             name: group["targets"]

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import MoQError, check_choice, one_line, read_json, write_json
-from ..formats.stored import MAX_PACKED_BITS
+from ..formats import mxfp4
+from ..formats.stored import MAX_PACKED_BITS, EncodeSpec
 from ..formats.table import LAYOUTS, Layout, has_codes
 from ..lora import is_merged
 from ..model.inventory import Inventory
 from ..model.sizes import ModelSizes, is_unpacked_while_loading
 from ..names import pretrained, uncompiled, without_peft
 from ..processes import is_apart
-from ..quant_experts import quantized_in
+from ..quant_experts import experts_parameters, quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..seams.sentence_transformers import save_around
 from ..seams.transformers import (
@@ -63,6 +64,8 @@ from .verify import Verification, verify_quantized
 
 logger = logging.getLogger(__name__)
 _CARD = "README.md"
+# Layouts that transformers loads by another library than compressed-tensors.
+_OWN_METHODS = ("gemma", "mxfp4")
 # What tells a card of moq_hf's from any other one.
 _MARK = b"Mixture-of-Quantization (moq_hf)"
 # What would make transformers load an older model, or put its adapters, into a new one.
@@ -154,7 +157,8 @@ def save_quantized(
             that nothing is proven.
         layout: How the files hold the weights: "packed", "unpacked" (unpacked while
             loading) or "floats"; None is the first of them that transformers can load.
-            "gemma" is transformers' own `quant_method`, which loading leaves packed.
+            "gemma" is transformers' own `quant_method`, which loading leaves packed;
+            "mxfp4" is that of GPT-OSS, and comes first where its experts are in MXFP4.
 
     Returns:
         The directory.
@@ -162,7 +166,7 @@ def save_quantized(
     Raises:
         MoQError: The model is not one of transformers or has no quantized layer, a
             quantized weight is shared, sharded or holds NaN or Inf, transformers cannot
-            make a model of its class, `layout` is none of the four or "gemma" and has
+            make a model of its class, `layout` is none of these or "gemma" and has
             no place for a layer, or the files cannot be written.
 
     >>> import tempfile
@@ -422,6 +426,8 @@ class _Saving:
 
         Where one is wanted, it is that one. Without codes there are floats alone.
         """
+        if wanted is None and self._is_gpt_oss():
+            return ["mxfp4", "floats"]
         encoder = self._encoder(wanted or "packed")
         if not any(map(has_codes, encoder.forms.values())):
             return ["floats"]
@@ -439,6 +445,19 @@ class _Saving:
         if served or ModelSizes(self.whole, self.quantized).has_one_width:
             return ["unpacked", "packed", "floats"]
         return ["packed", "unpacked", "floats"]
+
+    def _is_gpt_oss(self) -> bool:
+        """Whether there is a layout for the model's experts, which are all in MXFP4."""
+        experts = [
+            name
+            for module_name, module in self.inventory.modules.items()
+            for name in map(f"{module_name}.{{}}".format, experts_parameters(module))
+        ]
+        return (
+            getattr(self.model.config, "model_type", None) == "gpt_oss"
+            and self.layers.keys() >= {*experts}
+            and all(mxfp4.fits(EncodeSpec.of(self.layers[n], False)) for n in experts)
+        )
 
     def _encode(self, encoder: Encoder) -> tuple[dict[str, Tensor], int]:
         """Return the tensors of the files by name, and the bytes of all that are no quantized weights.
@@ -507,7 +526,7 @@ class _Saving:
             "layout": encoder.layout,
             "needs": encoder.needs,
             # Where no config holds them.
-            "groups": encoder.groups if encoder.layout == "gemma" else None,
+            "groups": encoder.groups if encoder.layout in _OWN_METHODS else None,
             "reason": by_hand and without_paths(by_hand),
             # Until the files were compared.
             "proof": None,
@@ -605,7 +624,7 @@ def _write_packed_files(
     if config is None:
         return
     path = folder / CONFIG
-    if encoder.layout != "gemma":
+    if encoder.layout not in _OWN_METHODS:
         write_packing_config(folder, config)
     document = read_json(path)
     document.setdefault("quantization_config", config)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MoQError, explained, listed
+from ..formats import mxfp4
 from ..formats.stored import (
     MAX_PACKED_BITS,
     StoredLayer,
@@ -327,6 +328,9 @@ class _Contents:
         for name in self._places:
             owner, _, part = name.rpartition(".")
             part = _OF_TABLES.get(part, part)
+            for kind, ending in mxfp4.ENDINGS.items():
+                if part.endswith(ending):
+                    owner, part = name.removesuffix(ending), kind
             if part.startswith("weight"):
                 weights.setdefault(owner, {})[part] = name
         # Of each layer the last part of each tensor's name, with the name.
@@ -393,7 +397,12 @@ def _checked(stored: StoredWeight) -> Tensor:
         values = FORMS[stored.layer.stored].read(stored)
         stored.check(values)
         if stored.scheme is not None:
-            return dequantize(*values)
+            weight = dequantize(*values)
+            if stored.layer.kind == "experts_t":
+                # Those of the experts stand one below the other.
+                experts = len(stored.parts["weight_scale"])
+                weight = weight.unflatten(0, (experts, -1)).transpose(1, 2)
+            return weight
     return stored.parts["weight"]
 
 
