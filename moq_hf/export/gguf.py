@@ -13,6 +13,10 @@ A quantized weight lies in blocks: 32 weights of a row that share a scale in flo
 | Q4_0 | 1 to 4, symmetric | -8 to 7 | d * code | 18 |
 | Q4_1 | 2 to 4, asymmetric | 0 to 15 | d * code + m | 20 |
 | Q8_0 | 5 to 8, symmetric | -128 to 127 | d * code | 34 |
+| MXFP4 | `mxfp4` | those of E2M1 | 2^e * code | 17 |
+| NVFP4 | `nvfp4` | those of E2M1, 16 with a scale in E4M3 | d * code | 36, of 64 weights |
+
+The scale of a whole tensor in NVFP4 is a tensor of its own, whose name ends with `.scale`.
 
 A scale that more than 32 weights share is repeated. ggml's own quantizer never gives a
 code of -128, but its kernels compute with it: they multiply the code's magnitude as an
@@ -32,14 +36,16 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
+import torch
 from torch import Tensor
 
 from ..errors import MoQError, explained, listed, require
 from ..formats.stored import StoredLayer, by_matrix, per_weight
+from ..grid import GROUP_SIZES
 from ..packed.files import new_path, staged
 from ..packed.state import check_taken
 from ..packed.verify import recorded, stored_weights
-from ..quantizer import Quantized, dequantize
+from ..quantizer import E4M3_UNIT, Quantized, dequantize
 from ..serving import GGUF
 from ..text import progress
 from .floats import export_floats
@@ -67,6 +73,12 @@ _ABSOLUTE = 2.0**-24
 _CONVERTER = "convert_hf_to_gguf.py"
 # Weights of a row that share a scale.
 _SIZE = 32
+# Twice the numbers of E2M1, in the order of their codes.
+_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int16)
+# How many scales there are in a block.
+_FP4 = {"MXFP4": 1, "NVFP4": 4}
+# What NVFP4's scale of a whole tensor is.
+_NVFP4 = np.float32(2 / E4M3_UNIT)
 Floats = NDArray[np.float32]
 Halves = NDArray[np.float16]
 _HINT = "make the base of this checkpoint (moq-hf export DIR --to float)"
@@ -122,7 +134,8 @@ def export_gguf(
     """Write a packed checkpoint as a GGUF file with the checkpoint's own integers.
 
     Symmetric layers of up to 4 bits become Q4_0, of 5 to 8 bits Q8_0; asymmetric ones
-    of up to 4 bits Q4_1. Scales become float16. The file is read back and compared
+    of up to 4 bits Q4_1. Scales become float16. Those of `quantize_format` become MXFP4
+    and NVFP4, with the scales that they have. The file is read back and compared
     before it appears.
 
     Args:
@@ -238,9 +251,10 @@ class Blocks(NamedTuple):
     """A weight in blocks.
 
     Attributes:
-        kind: "Q4_0", "Q4_1" or "Q8_0".
-        codes: int16 `[rows, blocks, 32]`; those of Q4_1 from 0.
-        scale: float16 `[rows, blocks, 1]`.
+        kind: "Q4_0", "Q4_1", "Q8_0", "MXFP4" or "NVFP4".
+        codes: int16 `[rows, blocks, 32]`; those of Q4_1 from 0. NVFP4 has 16 to a scale.
+        scale: float16 `[rows, blocks, 1]`; float32 for codes that are floats, which are
+            twice their values.
         minimum: float16 of the scale's shape, the value of code 0 in Q4_1; None for the
             others.
         error: The largest error of a weight by the rounding to float16, in quantization
@@ -249,12 +263,14 @@ class Blocks(NamedTuple):
 
     kind: str
     codes: NDArray[np.int16]
-    scale: Halves
+    scale: Halves | Floats
     minimum: Halves | None
     error: float
 
     def raw(self) -> NDArray[np.uint8]:
         """The bytes of the blocks, `[rows, bytes]`."""
+        if self.kind in _FP4:
+            return self._raw_fp4()
         if self.kind == "Q8_0":
             parts = [
                 self.scale.view(np.uint8),
@@ -272,6 +288,20 @@ class Blocks(NamedTuple):
             parts.append(low | high << np.uint8(4))
         return np.concatenate(parts, -1).reshape(len(self.codes), -1)
 
+    def _raw_fp4(self) -> NDArray[np.uint8]:
+        codes = np.searchsorted(_E2M1, np.abs(self.codes)) | 8 * (self.codes < 0)
+        low, high = np.split(codes.astype(np.uint8), 2, axis=-1)
+        scale = 2 * self.scale
+        if self.kind == "MXFP4":
+            scales = (np.frexp(scale)[1] + 126).astype(np.uint8)
+        else:
+            exact = torch.from_numpy(scale).to(torch.float8_e4m3fn)
+            scales = exact.view(torch.uint8).numpy()
+        rows, blocks, _ = self.scale.shape
+        blocks //= _FP4[self.kind]
+        parts = [part.reshape(rows, blocks, -1) for part in (scales, low | high << 4)]
+        return np.concatenate(parts, -1).reshape(rows, -1)
+
     def values(self) -> Floats:
         """The weight that gguf reads in these blocks, float32 `[rows, columns]`."""
         from gguf import GGMLQuantizationType
@@ -286,6 +316,8 @@ def kind_of(layer: StoredLayer) -> str:
     >>> kind_of(StoredLayer("linear", 3, "packed", (8, 64), (8, 2), True, 0, 0, 0.0))
     'Q4_0'
     """
+    if layer.format != "int":
+        return layer.format.upper()
     if layer.bits > 4:
         return "Q8_0"
     return "Q4_0" if layer.symmetric else "Q4_1"
@@ -310,14 +342,18 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     0.0
     """
     rows, columns = stored.codes.shape
-    blocks = columns // _SIZE
+    size = GROUP_SIZES.get(layer.format, _SIZE)
+    blocks = columns // size
 
     def per_block(values: Tensor) -> Floats:
         return per_weight(values.float(), (rows, blocks))[..., None].numpy()
 
-    codes = stored.codes.numpy().astype(np.int16).reshape(rows, blocks, _SIZE)
+    codes = stored.codes.numpy().astype(np.int16).reshape(rows, blocks, size)
     exact = dequantize(*stored).numpy().reshape(codes.shape)
     scale = per_block(stored.scale)
+    if layer.format != "int":
+        scale = scale / _NVFP4 if layer.format == "nvfp4" else scale
+        return Blocks(kind_of(layer), codes, scale, None, 0.0)
     # The scale of a block of zeros does not matter.
     used = exact.any(-1, keepdims=True)
     with np.errstate(over="ignore"):
@@ -493,7 +529,8 @@ class _Base:
         sizes: Counter[str] = Counter()
         for blocks in parts.values():
             sizes[blocks[0].kind] += sum(part.codes.size for part in blocks)
-        writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{sizes.most_common(1)[0][0]}"])
+        most = sizes.most_common(1)[0][0].replace("MXFP4", "MXFP4_MOE")
+        writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{most}"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for name, tensor in self.tensors.items():
             data = tensor.data
@@ -503,6 +540,8 @@ class _Base:
                 data = raw.reshape(*data.shape[:-1], -1)
                 kind = gguf.GGMLQuantizationType[parts[name][0].kind]
             writer.add_tensor(name, data, raw_dtype=kind)
+        for name, scale in _whole_scales(parts).items():
+            writer.add_tensor(name, scale)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -519,10 +558,12 @@ class _Base:
 
         reader = GGUFReader(path)
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-        wrong = tensors.keys() ^ self.tensors.keys()
+        copied = {name: tensor.data for name, tensor in self.tensors.items()}
+        copied |= _whole_scales(parts)
+        wrong = tensors.keys() ^ copied.keys()
         for name in tensors.keys() - wrong:
             data = tensors[name].data.view(np.uint8)
-            expected = self.tensors[name].data.view(np.uint8)
+            expected = copied[name].view(np.uint8)
             if name in parts:
                 expected = np.concatenate([part.values() for part in parts[name]])
                 kind = tensors[name].tensor_type
@@ -537,6 +578,15 @@ class _Base:
             raise MoQError(
                 f"{path}: {', '.join(sorted(wrong))} was not read back as it was written"
             )
+
+
+def _whole_scales(parts: Mapping[str, Sequence[Blocks]]) -> dict[str, Floats]:
+    """The scales of whole tensors, one for each expert, by the names that llama.cpp looks for."""
+    return {
+        f"{name.removesuffix('weight')}scale": np.full(len(blocks), _NVFP4)
+        for name, blocks in parts.items()
+        if blocks[0].kind == "NVFP4"
+    }
 
 
 def _copied(reader: Any) -> dict[str, Any]:

@@ -257,7 +257,8 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
         if layer.stored == "float" or layer.bits > MAX_PACKED_BITS:
             continue
         stored = contents.weight(name)
-        if stored.scheme is None and stored.parts["weight"].dtype != torch.float32:
+        is_rounded = stored.scheme is None and layer.format == "int"
+        if is_rounded and stored.parts["weight"].dtype != torch.float32:
             continue
         codes, scale, zero = per_row(FORMS[layer.stored].read(stored))
         if zero is not None:
