@@ -15,6 +15,7 @@ from .config import MoQConfig
 from .errors import MoQError, shortened
 from .formats.stored import EncodeSpec
 from .formats.table import form_of, has_codes
+from .grid import GROUP_SIZES, Format
 from .model.inventory import FUSED, Inventory, is_convolution
 from .model.sizes import is_unpacked_while_loading
 from .names import plain_name, pretrained, without_fsdp, without_peft
@@ -40,6 +41,7 @@ class Weight:
         packed: Whether codes are in the file; otherwise floats are, or bytes.
         rounded: How its inputs are rounded, where the file says it: "static" or
             "per_token".
+        format: What its codes are; see `Grid`.
 
     >>> Weight("linear", 8, 64, 4, 32, symmetric=False).grid()
     '4 bits asymmetric in groups of 32'
@@ -53,6 +55,7 @@ class Weight:
     symmetric: bool = True
     packed: bool = True
     rounded: str | None = None
+    format: Format = "int"
 
     @property
     def is_w8a8(self) -> bool:
@@ -69,6 +72,8 @@ class Weight:
         if self.is_float:
             return "floats"
         kind = "" if self.symmetric else " asymmetric"
+        if self.format != "int":
+            return self.format
         groups = f"in groups of {self.group_size}" if self.group_size else "per channel"
         return f"{self.bits} bits{kind} {groups}"
 
@@ -120,6 +125,7 @@ class Server:
         has_bytes: Whether a kernel of its multiplies 8 bits with 8 bits, per channel,
             whatever the other fields say.
         inputs: What it does with rounded inputs where it does not multiply so.
+        formats: Formats of codes that are floats which it takes.
         classes: What the name of a model's class must be like, and there may be no
             decoder beside an encoder then.
         in_float: Names of layers that it takes as floats alone, after the name of the
@@ -144,6 +150,7 @@ class Server:
     repacks: bool = False
     has_bytes: bool = False
     inputs: str = ""
+    formats: tuple[Format, ...] = ()
     classes: str = ""
     in_float: str = "$^"
     half_scales: bool = True
@@ -191,6 +198,7 @@ TRANSFORMERS = Server(
     range(1, 17),
     range(2, 17),
     half_scales=False,
+    formats=("mxfp4", "nvfp4"),
 )
 # Groups other than 32, 64 and 128, and bits other than 4 and 8, run on its Humming
 # kernels.
@@ -205,6 +213,8 @@ VLLM = Server(
     # Conv1D is floats in the files.
     without=("embedding",),
     has_bytes=True,
+    # As its source has them: none was run with it.
+    formats=("mxfp4", "nvfp4"),
     inputs="its kernels leave inputs beside packed weights in float, all but Humming's",
     in_float=f"{_HEADS}|{_UNNAMED}",
     # benchmarks/results/served.json.
@@ -233,6 +243,7 @@ VLLM_CPU = replace(
     VLLM,
     key="vllm-cpu",
     title="vLLM, CPU",
+    formats=(),
     inputs="its kernels leave inputs beside packed weights in float",
     symmetric=(4,),
     asymmetric=(4,),
@@ -248,6 +259,7 @@ SGLANG = replace(
     title="SGLang",
     version="0.5.23",
     has_bytes=False,
+    formats=(),
     inputs="",
     symmetric=(4, 8),
     asymmetric=(4,),
@@ -270,6 +282,7 @@ GGUF = Server(
     multiple=32,
     columns=32,
     repacks=True,
+    formats=("mxfp4", "nvfp4"),
     inputs="it rounds inputs in blocks of its own",
     in_float=r"(\.| )pooler\.dense$",
     # benchmarks/results/llamacpp.json.
@@ -295,6 +308,7 @@ ONNX = Server(
     # What torch.onnx.export cannot trace, and what takes neither texts nor pictures alone.
     classes=r"^(?!.*Head|XLNet|.*Mamba|Jamba|CLIP|Wav2Vec2|WavLM|Whisper).*(For(Sequence|Token|Image)Classification|ForCausalLM|Model)$",
     half_scales=False,
+    formats=("mxfp4", "nvfp4"),
     # The tests of the export.
     tried=f"{_ENCODERS} {_CAUSAL} DebertaV2ForSequenceClassification DistilBertForSequenceClassification "
     "RobertaForSequenceClassification T5EncoderModel ViTModel ViTForImageClassification ResNetForImageClassification "
@@ -437,10 +451,24 @@ def _misfits(
         is_packed = not weight.is_float and weight.kind != "embedding"
         if weight.bits != FLOAT_BITS if server.repacks else is_packed:
             codes[name] = weight
+    for format in GROUP_SIZES:
+        floats = {name: codes[name] for name in codes if codes[name].format == format}
+        if format not in server.formats:
+            yield (
+                floats,
+                f"it does not take {format}",
+                'quantize_format "int" is served',
+            )
+        elif format == "nvfp4" and server.repacks:
+            # llama.cpp's blocks are of four groups.
+            odd = [name for name, weight in floats.items() if weight.columns % 64]
+            text = "its blocks of nvfp4 are of 64 columns (in_features)"
+            yield odd, text, "name these in modules_to_not_convert"
+    integers = {name: codes[name] for name in codes if codes[name].format == "int"}
     for symmetric, legal in ((True, server.symmetric), (False, server.asymmetric)):
         bits = {
             name: weight.bits
-            for name, weight in codes.items()
+            for name, weight in integers.items()
             if weight.symmetric == symmetric and weight.bits not in legal
         }
         taken = f"{_or(legal)} bits" + ("" if symmetric else " with zero points")
@@ -451,7 +479,7 @@ def _misfits(
         )
     sizes = {
         name: weight.group_size
-        for name, weight in codes.items()
+        for name, weight in integers.items()
         if weight.group_size is not None
     }
     unfit = {
@@ -642,6 +670,7 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
             spec.grid.symmetric,
             has_codes(form_of(spec, "packed")),
             None if spec.inputs is None else rounded,
+            spec.grid.format if spec.is_fp4 else "int",
         )
 
     weights: dict[str, Weight] = {}

@@ -527,7 +527,9 @@ def prepare(
     guarded = False
     for name, weight in weights.items():
         module = copied.get_submodule(name)
-        bits = checkpoint.verified.layers[name].bits
+        own = checkpoint.verified.layers[name]
+        # Twice the numbers of E2M1 are integers of up to 12.
+        bits = own.bits if own.format == "int" else 8
         stored[name] = "int4" if bits <= 4 else "int8"
         if isinstance(module, nn.Embedding):
             # Rows of Gemma's and BART's tables are multiplied with it.

@@ -198,9 +198,7 @@ class Encoder:
         # bits.
         growth = (widest - width) * numbers[False]
         saved = (8 * torch.float32.itemsize - widest) * numbers[True]
-        is_fp4 = all(
-            layer.moq.grid.is_fp4(layer.moq.bits) for layer in linears
-        )
+        is_fp4 = all(layer.moq.grid.is_fp4(layer.moq.bits) for layer in linears)
         takes_tables = growth <= saved and not is_fp4
         return SharedScheme(row_size, grids[0].symmetric, takes_tables, is_fp4)
 

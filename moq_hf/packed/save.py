@@ -435,9 +435,7 @@ class _Saving:
             return [wanted]
         if (
             encoder.needs_bfloat16 and encoder.dtype != "bfloat16"
-        ) or is_unpacked_while_loading(
-            without_peft(self.whole_model), encoder.packed
-        ):
+        ) or is_unpacked_while_loading(without_peft(self.whole_model), encoder.packed):
             return ["unpacked", "floats"]
         # Servers take asymmetric grids as they are unpacked while loading; tables of
         # more bits would be dense there.
@@ -695,8 +693,8 @@ def _warn(
     if floats and (reason is None or encoder.layout != "floats"):
         logger.warning(
             "moq_hf: these layers are saved as floats on the grid, at full size, since the packed format has no place "
-            "for them (it is for 2 to %d bits of nn.Linear, tables and experts that are symmetric and not transposed; "
-            "the layout gemma leaves experts, tied tables and what transformers keeps in float32): "
+            "for them (it is for 2 to %d bits of nn.Linear, tables and experts that are symmetric and not transposed, "
+            "without experts in NVFP4; the layout gemma leaves experts, tied tables and what transformers keeps in float32): "
             "%s",
             MAX_PACKED_BITS,
             ", ".join(floats),

@@ -308,6 +308,7 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
             symmetric=layer.symmetric,
             packed=has_codes(layer.stored),
             rounded=rounded if layer.kind == "linear" and not layer.tied else None,
+            format=layer.format,
         )
     floats = [
         name

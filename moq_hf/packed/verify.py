@@ -96,6 +96,7 @@ class Verification:
         rows = [("module", "bits", "stored", "scales", "bytes", "before")]
         for name, layer in self.layers.items():
             bits = "float" if layer.bits == FLOAT_BITS else str(layer.bits)
+            bits = bits if layer.format == "int" else layer.format
             scales = str(math.prod(layer.scales) or "-")
             sizes = (f"{layer.bytes:,}", f"{layer.bytes_before:,}")
             rows.append((name, bits, layer.stored, scales, *sizes))

@@ -1,0 +1,126 @@
+"""What was trained in MXFP4 or NVFP4 is what plain transformers computes, bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from moq_hf import MoQError, quantize_model, save_quantized, verify_quantized
+from moq_hf.model.convert import quant_layers
+from moq_hf.packed.files import SINGLE
+
+TEXT = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER = {**TEXT, "num_key_value_heads": 2}
+IDS = torch.arange(1, 25).view(2, 12)
+MODELS: dict[str, Any] = {
+    "Llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)),
+    "Qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**DECODER, head_dim=16)),
+    "BERT": lambda: hf.BertForSequenceClassification(hf.BertConfig(**TEXT)),
+    "Mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**DECODER, num_local_experts=4)),
+    "Qwen3-MoE": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**DECODER, head_dim=16, num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2)
+    ),
+    "GPT-OSS": lambda: hf.GptOssForCausalLM(
+        hf.GptOssConfig(
+            **DECODER, head_dim=16, num_local_experts=4, layer_types=["sliding_attention", "full_attention"]
+        )
+    ),
+}
+
+
+def saved(folder: Path, family: str, name: str, dtype: torch.dtype = torch.bfloat16, **config: Any) -> Any:
+    """The model, whose files were loaded and gave its outputs."""
+    hf.set_seed(0)
+    model = quantize_model(MODELS[family]().to(dtype), {"quantize_format": name, **config})
+    save_quantized(model, folder, inputs={"input_ids": IDS})
+    return model
+
+
+CASES = [
+    ("Llama", "mxfp4", torch.bfloat16, "packed"),
+    ("Llama", "nvfp4", torch.bfloat16, "packed"),
+    # Packed codes would be unpacked in bfloat16, in a float32 model.
+    ("Llama", "nvfp4", torch.float32, "unpacked"),
+    ("Qwen3", "mxfp4", torch.float32, "unpacked"),
+    ("Qwen3", "nvfp4", torch.bfloat16, "packed"),
+    ("BERT", "mxfp4", torch.bfloat16, "packed"),
+    ("BERT", "nvfp4", torch.float32, "unpacked"),
+    ("Mixtral", "mxfp4", torch.bfloat16, "packed"),
+    ("Qwen3-MoE", "mxfp4", torch.bfloat16, "packed"),
+    ("GPT-OSS", "mxfp4", torch.bfloat16, "mxfp4"),
+    ("GPT-OSS", "mxfp4", torch.float32, "mxfp4"),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "dtype", "layout"), CASES)
+def test_plain_transformers_computes_what_the_model_does(
+    tmp_path: Path, family: str, name: str, dtype: torch.dtype, layout: str
+) -> None:
+    model = saved(tmp_path, family, name, dtype)
+    found = verify_quantized(tmp_path, model)
+    assert found.state["layout"] == layout and found.state["reason"] is None
+    assert found.proof is not None and found.proof.agrees and found.proof.largest_difference == 0.0
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dtype"] == str(dtype).removeprefix("torch.")
+    assert {layer.format for layer in found.layers.values()} == {name}
+    quantized = config["quantization_config"]
+    assert quantized.get("format", quantized["quant_method"]) in (f"{name}-pack-quantized", "mxfp4")
+    needs = {"transformers": "5.23.0"} | ({} if layout == "mxfp4" else {"compressed-tensors": "0.20.0"})
+    assert found.state["needs"] == needs
+    # Attention of GPT-OSS has no place in its layout.
+    packed = {layer.stored for layer in found.layers.values()}
+    assert packed == ({"mxfp4", "dense"} if layout == "mxfp4" else {"packed"})
+    if packed == {"packed"}:
+        weights = sum(layer.shape[0] * layer.shape[1] for layer in found.layers.values())
+        assert 8 * found.quantized_bytes[0] / weights == pytest.approx(4.25 if name == "mxfp4" else 4.5, abs=0.02)
+
+
+def test_the_experts_of_gpt_oss_lie_as_in_its_own_checkpoints(tmp_path: Path) -> None:
+    model = saved(tmp_path, "GPT-OSS", "mxfp4", modules_to_not_convert=["self_attn"])
+    tensors = load_file(tmp_path / SINGLE)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    blocks, scales = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+    assert (blocks.shape, blocks.dtype) == ((4, 256, 2, 16), torch.uint8)
+    assert (scales.shape, scales.dtype) == ((4, 256, 2), torch.uint8)
+    weight = quant_layers(model)[name].quantized_weight()
+    assert torch.equal(convert_moe_packed_tensors(blocks, scales), weight)
+    assert {layer.stored for layer in verify_quantized(tmp_path, model).layers.values()} == {"mxfp4"}
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "mxfp4"
+    blocks[0, 0, 0, 0] += 1
+    with pytest.raises(MoQError, match="differs from the model's"):
+        model.model.layers[1].mlp.experts.gate_up_proj.data[0, 0, 0] = 1.0
+        verify_quantized(tmp_path, model)
+
+
+def test_what_transformers_does_not_load_packed_is_floats_on_the_grid(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does not look for the scale of a whole tensor of experts, nor does it cast what it unpacks of them."""
+    model = saved(tmp_path / "nvfp4", "Mixtral", "nvfp4")
+    stored = {name: layer.stored for name, layer in verify_quantized(tmp_path / "nvfp4", model).layers.items()}
+    assert {stored[name] for name in stored if "experts" in name} == {"dense"}
+    assert "experts in NVFP4" in caplog.text
+    found = verify_quantized(tmp_path / "nvfp4", model, inputs={"input_ids": IDS})
+    assert found.proof is not None and found.proof.agrees
+    model = saved(tmp_path / "float32", "Mixtral", "mxfp4", torch.float32)
+    assert verify_quantized(tmp_path / "float32", model).state["layout"] == "floats"
+
+
+def test_blocks_of_eight_bits_beside_a_format(tmp_path: Path) -> None:
+    """As a schedule leaves them while it falls: where all have one scheme, those in the format are floats."""
+    for dtype, floats in ((torch.bfloat16, set()), (torch.float32, {"0"})):
+        hf.set_seed(0)
+        model = quantize_model(MODELS["Llama"]().to(dtype), {"quantize_format": "mxfp4"})
+        for name, layer in quant_layers(model).items():
+            if "layers.1" in name:
+                layer.set_bits(8)
+        folder = save_quantized(model, tmp_path / str(dtype), inputs={"input_ids": IDS})
+        found = verify_quantized(folder, model)
+        assert found.proof is not None and found.proof.agrees
+        assert {n.split(".")[2] for n, layer in found.layers.items() if layer.stored == "dense"} == floats
