@@ -20,7 +20,7 @@ from lines import Lines
 from perplexity import BASIC, ROUNDED, SEEDS, TAUGHT, Run, Settings, Study
 from report_study import paired
 
-SETTINGS = replace(Settings(), steps=400, further_steps=50)
+SETTINGS = replace(Settings(), steps=200, further_steps=40)
 ARMS = (ROUNDED, BASIC, TAUGHT)
 HALVES = {"quantize_algo": {"scale_dtype": "bfloat16"}}
 # What each is quantized with, and bits for each weight with those of the scales.
@@ -50,10 +50,12 @@ class GridRun(Run):
 
 
 def runs(rate: float, seeds: Sequence[int] = SEEDS) -> Iterator[GridRun]:
-    """Seed by seed, so that lines written so far compare the same seeds."""
-    for seed in seeds:
-        yield GridRun("float", 32, seed, 0.0)
-        for arm in ARMS:
+    """Arm by arm, so that lines written so far compare the same seeds."""
+    for arm in ("float", *ARMS):
+        for seed in seeds:
+            if arm == "float":
+                yield GridRun(arm, 32, seed, 0.0)
+                continue
             for grid in GRIDS:
                 yield GridRun(arm, 4, seed, 0.0 if arm == ROUNDED else rate, grid)
 

@@ -25,6 +25,9 @@ ScaleDtype = Literal["float32", "bfloat16", "float16"]
 Format = Literal["int", "mxfp4", "nvfp4"]
 # How many consecutive weights of a row share a scale in them.
 GROUP_SIZES: dict[Format, int] = {"mxfp4": 32, "nvfp4": 16}
+# What a scale is multiplied with in the files: codes there are half of ours, and the
+# whole tensor of NVFP4 has a scale of 2^-7.
+UNITS: dict[Format, float] = {"mxfp4": 2.0, "nvfp4": 2.0**8}
 FP4_BITS = 4
 # What inputs of a layer share a scale: a token, a call, or all for good.
 InputScale = Literal["per_token", "per_tensor", "per_block", "static"]
@@ -226,8 +229,7 @@ class Grid:
 
         Raises:
             ValueError: It does not: bits are not 1 to 16, 1 bit or a full range is
-                asymmetric, stochastic rounding has no steps, or a format has other
-                groups.
+                asymmetric, or stochastic rounding has no steps.
         """
         if not 1 <= bits <= MAX_BITS:
             raise ValueError(f"bits must be 1 to {MAX_BITS}, got {bits}")
@@ -239,9 +241,6 @@ class Grid:
             )
         if self.stochastic and not self.is_uniform(bits):
             raise ValueError(f"{bits} bits symmetric rounds to nearest only")
-        size = GROUP_SIZES.get(self.format)
-        if size is not None and self.grouping != PerGroup(size):
-            raise ValueError(f"{self.format} is of groups of {size}")
 
 
 @dataclass(frozen=True)

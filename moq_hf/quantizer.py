@@ -48,7 +48,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .grid import Format, Grid, PerChannel
+from .grid import UNITS, Format, Grid, PerChannel
 
 # The clipping ratios that a search tries, and those above 1 that it tries for NVFP4,
 # where a group's least error may be with its largest weight at 4. Saved states hold
@@ -65,9 +65,6 @@ _TINY = torch.finfo(torch.float32).tiny
 # Weights that a CPU takes at once where one pass over all of them would leave its
 # caches: 384 KB of float32.
 _BLOCK = 98_304
-# What NVFP4's scales are multiplied with before they are rounded: half of a code's
-# unit, and the scale of the whole tensor.
-E4M3_UNIT = 2.0**8
 _DEFAULT = Grid()
 
 
@@ -531,10 +528,10 @@ def _as_stored(scale: Tensor, bits: int, grid: Grid) -> Tensor:
     if grid.is_fp4(bits):
         if grid.format == "mxfp4":
             # From 1.75 of a power of two on, the sum has the next exponent.
-            return ((scale.view(torch.int32) + (1 << 21)) & 0x7F800000).view(
-                torch.float32
-            )
-        dtype, unit = torch.float8_e4m3fn, E4M3_UNIT
+            raised = scale.view(torch.int32) + (1 << 21)
+            power = (raised & 0x7F800000).view(torch.float32)
+            return torch.where(scale.isfinite(), power, scale)
+        dtype, unit = torch.float8_e4m3fn, UNITS["nvfp4"]
     if dtype == torch.float32:
         return scale
     limits = torch.finfo(dtype)

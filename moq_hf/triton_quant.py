@@ -34,7 +34,7 @@ class Levels:
     Attributes:
         memory: float32 `[8 + groups]`: the least and the greatest code, the code of a
             group's largest weight, the shares of the float and of the quantized weight,
-            three that are not used, and a clipping ratio of each group. It is empty
+            whether codes are floats, two that are not used, and a clipping ratio of each group. It is empty
             before the first launch.
     """
 
@@ -58,12 +58,11 @@ class Levels:
         size = len(self.memory)
         fits = size > 0 if ratio is None else size == 8 + ratio.numel()
         if fits and (self._held != wanted or self._ratio is not ratio):
-            low, high = grid.limits(bits)
-            farthest = low if grid.is_full(bits) else high
-            values = [low, high, farthest, blend, 1.0 - blend]
+            shares = (blend, 1.0 - blend, grid.is_fp4(bits))
+            values = [*grid.limits(bits), grid.top(bits), *shares]
             head = torch.tensor(values, dtype=torch.float32, device="cpu")
             # The host does not wait for the device, and `head` is read before it goes on.
-            self.memory[:5].copy_(head, non_blocking=True)
+            self.memory[:6].copy_(head, non_blocking=True)
             self.memory[8:] = 1.0 if ratio is None else ratio.flatten()
             self._held, self._ratio = wanted, ratio
 
@@ -96,7 +95,6 @@ def fake_quantize_with_scale(
     if (
         {dtype, weight.dtype} <= _DTYPES
         and grid.is_uniform(bits)
-        and not grid.is_fp4(bits)
         and available(weight.device)
     ):
         rows, columns = quantizer.check(weight, bits, grid, ratio)
@@ -109,6 +107,7 @@ def fake_quantize_with_scale(
             dtype,
             grid,
             grid.is_full(bits),
+            grid.is_fp4(bits),
             blend > 0,
         )
         if length <= LONGEST and _works.get(variant, True):
@@ -227,6 +226,7 @@ def _launch(
             SYMMETRIC=grid.symmetric,
             BLENDS=blend > 0,
             SCALE_DTYPE=grid.scale_dtype,
+            FORMAT=grid.format,
             BLOCK_ROWS=rows,
             BLOCK_COLS=columns,
             ONE_TILE=length <= columns,

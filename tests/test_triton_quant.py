@@ -24,7 +24,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moq_hf import MoQConfig, quantize_model, quantizer, triton_quant
-from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
+from moq_hf.grid import (
+    GROUP_SIZES,
+    Format,
+    Grid,
+    Grouping,
+    PerChannel,
+    PerGroup,
+    RowBlocks,
+)
 from moq_hf.layer_state import LayerState
 from moq_hf.quantizer import RoundingSeed
 from moq_hf.training.controller import MoQController
@@ -166,6 +174,29 @@ def test_halves_round_to_even_and_extreme_values_stay() -> None:
     for magnitude in (3e38, 1e6, 1e-6, 1e-37, 1e-45):
         weight = torch.randn(2, 20, device=DEVICE).clamp(-1, 1) * magnitude
         assert all(agrees(weight, bits, replace(grid, stochastic=False)) for bits, grid in UNIFORM)
+
+
+@on_device
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_codes_that_are_floats(name: Format, stochastic: bool) -> None:
+    size = GROUP_SIZES[name]
+    grid = Grid(PerGroup(size), stochastic=stochastic, scale_dtype="bfloat16", format=name)
+    weight = torch.randn(64, 2 * size) * torch.logspace(-8, 3, 64)[:, None]
+    ties = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, -6.0])
+    weight[:20] = ties.repeat(size // 8) * torch.logspace(-17, 2, 20, 2)[:, None]
+    weight[20:24] *= torch.tensor([[0.0], [1e-35], [1e30], [1.0]])
+    weight[23, size:] = 1.75 * ties.repeat(size // 16) / 6
+    ratio = torch.tensor([1.8, 1.0, 0.5], device=DEVICE)[torch.randint(3, (64, 2))]
+    for dtype in FLOATS:
+        given = weight.clamp(-6e4, 6e4).to(DEVICE, dtype)
+        assert agrees(given, 4, grid, seed=SEED)
+        assert agrees(given, 4, grid, seed=SEED, ratio=ratio, blend=0.3, dtype=torch.float32)
+        # Before the last drop codes are integers.
+        assert agrees(given, 5, grid, seed=SEED, ratio=ratio.clamp(max=1.0))
+    weight[3, 5] = torch.nan
+    weight[9, 5] = -torch.inf
+    assert agrees(weight.to(DEVICE), 4, grid, seed=SEED)
 
 
 @on_device

@@ -35,17 +35,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import MoQError, explained, listed, require
 from ..formats.stored import StoredLayer, by_matrix, per_weight
-from ..grid import GROUP_SIZES
+from ..grid import GROUP_SIZES, UNITS
 from ..packed.files import new_path, staged
 from ..packed.state import check_taken
 from ..packed.verify import recorded, stored_weights
-from ..quantizer import E4M3_UNIT, Quantized, dequantize
+from ..quantizer import Quantized, dequantize
 from ..serving import GGUF
 from ..text import progress
 from .floats import export_floats
@@ -77,8 +77,6 @@ _SIZE = 32
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int16)
 # How many scales there are in a block.
 _FP4 = {"MXFP4": 1, "NVFP4": 4}
-# What NVFP4's scale of a whole tensor is.
-_NVFP4 = np.float32(2 / E4M3_UNIT)
 Floats = NDArray[np.float32]
 Halves = NDArray[np.float16]
 _HINT = "make the base of this checkpoint (moq-hf export DIR --to float)"
@@ -352,7 +350,7 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     exact = dequantize(*stored).numpy().reshape(codes.shape)
     scale = per_block(stored.scale)
     if layer.format != "int":
-        scale = scale / _NVFP4 if layer.format == "nvfp4" else scale
+        scale *= UNITS[layer.format] / 2
         return Blocks(kind_of(layer), codes, scale, None, 0.0)
     # The scale of a block of zeros does not matter.
     used = exact.any(-1, keepdims=True)
@@ -583,7 +581,9 @@ class _Base:
 def _whole_scales(parts: Mapping[str, Sequence[Blocks]]) -> dict[str, Floats]:
     """The scales of whole tensors, one for each expert, by the names that llama.cpp looks for."""
     return {
-        f"{name.removesuffix('weight')}scale": np.full(len(blocks), _NVFP4)
+        f"{name.removesuffix('weight')}scale": np.full(
+            len(blocks), np.float32(2 / UNITS["nvfp4"])
+        )
         for name, blocks in parts.items()
         if blocks[0].kind == "NVFP4"
     }

@@ -1,39 +1,21 @@
 """What the forms of compressed-tensors share: its own compressor writes them and reads them."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import MoQError
-from ..grid import Format
-from ..quantizer import E4M3_UNIT, Quantized, dequantize
+from ..grid import UNITS, Format
+from ..quantizer import Quantized, dequantize
 from ..seams.transformers import compress, decompress
 from .stored import EncodedWeight, EncodeSpec, StoredWeight, per_weight
 
-
-class Fp4(NamedTuple):
-    """How compressed-tensors has codes that are floats.
-
-    Attributes:
-        name: Of the format.
-        strategy: What shares a scale.
-        scale_dtype: Dtype of the scales in the file.
-        divisor: The scale of the whole tensor, by which theirs are divided.
-    """
-
-    name: str
-    strategy: str
-    scale_dtype: str
-    divisor: float
-
-
-FP4: dict[Format, Fp4] = {
-    "mxfp4": Fp4("mxfp4-pack-quantized", "group", "torch.uint8", 1.0),
-    "nvfp4": Fp4(
-        "nvfp4-pack-quantized", "tensor_group", "torch.float8_e4m3fn", E4M3_UNIT / 2
-    ),
+# How compressed-tensors has codes that are floats.
+_FP4_ARGS: dict[Format, dict[str, str]] = {
+    "mxfp4": {"strategy": "group", "scale_dtype": "torch.uint8"},
+    "nvfp4": {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"},
 }
 
 
@@ -89,16 +71,13 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
             zero = per_weight(values.zero_point, (rows, groups)) - half
         parts["weight_zero_point"] = zero.to(torch.int8)
     if spec.is_fp4:
-        own = FP4[spec.grid.format]
-        format = own.name
-        args |= {
-            "type": "float",
-            "strategy": own.strategy,
-            "scale_dtype": own.scale_dtype,
-        }
-        parts["weight_scale"] = scale * (2 * own.divisor)
-        if own.strategy == "tensor_group":
-            parts["weight_global_scale"] = torch.full((1,), own.divisor, device="cpu")
+        name = spec.grid.format
+        format = f"{name}-{format}"
+        args |= {"type": "float", **_FP4_ARGS[name]}
+        parts["weight_scale"] = scale * UNITS[name]
+        if name == "nvfp4":
+            whole = torch.full((1,), UNITS[name] / 2, device="cpu")
+            parts["weight_global_scale"] = whole
     scheme = {"weights": args, "format": format}
     if spec.matrices is not None:
         return EncodedWeight(_compress_matrices(parts, scheme, spec.matrices), scheme)
@@ -139,10 +118,10 @@ def read(stored: StoredWeight) -> Quantized:
     parts = stored.parts
     shape = stored.layer.shape
     width = stored.scheme["weights"]["num_bits"]
-    own = FP4.get(stored.layer.format)
+    unit = UNITS.get(stored.layer.format)
     if "weight_packed" in parts:
         # Two codes of four bits are a byte; others are in words.
-        bits = 32 if own is None else 8
+        bits = 32 if unit is None else 8
         words = [shape[0], math.ceil(shape[1] * width / bits)]
         packed_shape = list(parts["weight_packed"].shape)
         own_shape = parts.get("weight_shape", torch.tensor(shape, device="cpu"))
@@ -150,12 +129,12 @@ def read(stored: StoredWeight) -> Quantized:
             raise MoQError(
                 f"{stored.where}: the packed codes are not those of a weight {[*shape]} at {width} bits"
             )
-    if own is None:
+    if unit is None:
         parts = {**parts, "weight_scale": parts["weight_scale"].float()}
     tensors = decompress(parts, stored.scheme)
     scale = tensors["weight_scale"].float()
-    if own is not None:
-        scale = scale / (2 * own.divisor)
+    if unit is not None:
+        scale = scale / unit
     zero = tensors.get("weight_zero_point")
     codes = (tensors["weight"] / per_weight(scale, shape)).round().int()
     # A table that was given the groups of the linear layers has each scale several

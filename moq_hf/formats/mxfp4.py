@@ -1,4 +1,4 @@
-"""Experts of GPT-OSS in MXFP4 as OpenAI's own checkpoints have them: transformers' and servers' `quant_method: "mxfp4"`.
+"""Experts of GPT-OSS in MXFP4 as OpenAI's own checkpoints have them, by `quant_method: "mxfp4"` of transformers.
 
 The bytes are those of compressed-tensors' format, under other names: of a parameter
 `[experts, columns, rows]` the codes `_blocks` `[experts, rows, columns / 32, 16]` and the

@@ -43,14 +43,14 @@ NEEDS: dict[Layout, dict[str, str]] = {
     "gemma": {"transformers": "5.23.0"},
     "mxfp4": {"transformers": "5.23.0"},
 }
-FP4_NEEDS = {"transformers": "5.23.0", "compressed-tensors": "0.20.0"}
-"""The same of folders whose codes are floats: no others were tried."""
-
 """The least versions that load every folder of a layout as it was evaluated.
 
-They were tried, with the versions before them (`benchmarks/versions.py`); "gemma" and "mxfp4" with 5.23.0 alone. Older ones
-load some models all the same, and end with an error on others.
+They were tried, with the versions before them (`benchmarks/versions.py`); "gemma" and "mxfp4" with 5.23.0 alone. Older
+ones load some models all the same, and end with an error on others.
 """
+
+FP4_NEEDS = {"transformers": "5.23.0", "compressed-tensors": "0.20.0"}
+"""The same of folders whose codes are floats: no others were tried."""
 
 
 def form_of(spec: EncodeSpec, layout: Layout) -> Form:

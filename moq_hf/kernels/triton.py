@@ -26,6 +26,7 @@ def fake_quantize_kernel(
     SYMMETRIC: constexpr,
     BLENDS: constexpr,
     SCALE_DTYPE: constexpr,
+    FORMAT: constexpr,
     BLOCK_ROWS: constexpr,
     BLOCK_COLS: constexpr,
     ONE_TILE: constexpr,
@@ -46,6 +47,7 @@ def fake_quantize_kernel(
         SYMMETRIC: Whether codes lie around zero.
         BLENDS: Whether the float weight has a share in the result.
         SCALE_DTYPE: What scales are rounded to, by its name.
+        FORMAT: What codes are at 4 bits; see `Grid`.
         BLOCK_ROWS: Groups of a program, a power of two.
         BLOCK_COLS: Columns of a tile, a power of two.
         ONE_TILE: Whether a row is one tile, which then stays in registers.
@@ -94,7 +96,11 @@ def fake_quantize_kernel(
     scale = tl.div_rn(span, farthest)
     # Below the smallest normal number a group becomes zeros.
     scale = tl.where(tl.abs(scale) < 2.0**-126, 1.0, scale)
+    found = scale
     scale = _as_stored(scale, SCALE_DTYPE)
+    if FORMAT != "int":
+        is_fp4 = tl.load(levels_ptr + 5) > 0
+        scale = tl.where(is_fp4, _as_stored(found, FORMAT), scale)
     tl.store(scale_ptr + first_row + rows, scale)
 
     # What is divided by: a power of two brings the scale's magnitude to between 2 and
@@ -119,13 +125,23 @@ def fake_quantize_kernel(
             x = _load(X_ptr + starts + first, cols, n_cols - first)
         if noise_ptr is None:
             code = _divide(x, divisor, shift, inverse)
+        else:
+            code = tl.div_rn(x, scale)
+        if FORMAT != "int":
+            # Codes are 1, 2 or 4 apart.
+            size = tl.where(is_fp4, tl.abs(code), 0.0)
+            step = tl.where(size < 4, 1.0, tl.where(size < 8, 2.0, 4.0))
+            code = code * tl.where(size < 4, 1.0, tl.where(size < 8, 0.5, 0.25))
+        if noise_ptr is None:
             code = _round(tl.clamp(code, low, high))
         else:
             noise = _load(noise_ptr + starts + first, cols, n_cols - first)
-            code = tl.clamp(tl.div_rn(x, scale) + noise, low, high)
+            code = tl.clamp(code + noise, low, high)
             # Triton's `floor` takes subnormal numbers for zeros.
             rounded = _round(code)
             code = tl.where(rounded > code, rounded - 1, rounded)
+        if FORMAT != "int":
+            code = tl.clamp(code * step, low, high)
         # What a zero point was added to and taken from has no -0.
         y = code * scale if SYMMETRIC else tl.fma(code, scale, 0.0)
         if BLENDS:
@@ -189,4 +205,14 @@ def _as_stored(scale, DTYPE: constexpr):
         size = _bits((bits + 0x7FFF + (bits >> 16 & 1)) & -65536, float32)
     if DTYPE == "float16":
         size = tl.clamp(size, 2.0**-24, 65504.0).to(tl.float16).to(float32)
+    if DTYPE == "nvfp4":
+        size = tl.clamp(size * 256.0, 2.0**-9, 448.0)
+        bits = _bits(size, int32)
+        normal = _bits((bits + 0x7FFFF + (bits >> 20 & 1)) & -1048576, float32)
+        # Below the smallest normal number of E4M3 its numbers are 2^-9 apart.
+        subnormal = size + 24576.0 - 24576.0
+        size = tl.where(size < 2.0**-6, subnormal, normal) * 2.0**-8
+    if DTYPE == "mxfp4":
+        # From 1.75 of a power of two on, the sum has the next exponent.
+        size = _bits((_bits(size, int32) + (1 << 21)) & _EXPONENT, float32)
     return tl.where(is_finite, tl.where(scale < 0, -size, size), scale)

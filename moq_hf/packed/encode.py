@@ -162,8 +162,7 @@ class Encoder:
     @property
     def needs(self) -> dict[str, str]:
         """The least versions of the libraries that load the folder."""
-        has_fp4 = any(layer.format != "int" for layer in self.stored.values())
-        if has_fp4 and self.layout in ("packed", "unpacked") and self.groups:
+        if self.needs_bfloat16:
             return FP4_NEEDS
         return NEEDS[self.layout if self.groups else "floats"]
 

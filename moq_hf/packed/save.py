@@ -22,7 +22,7 @@ from ..model.inventory import Inventory
 from ..model.sizes import ModelSizes, is_unpacked_while_loading
 from ..names import pretrained, uncompiled, without_peft
 from ..processes import is_apart
-from ..quant_experts import experts_parameters, quantized_in
+from ..quant_experts import quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..seams.sentence_transformers import save_around
 from ..seams.transformers import (
@@ -446,15 +446,13 @@ class _Saving:
 
     def _is_gpt_oss(self) -> bool:
         """Whether there is a layout for the model's experts, which are all in MXFP4."""
-        experts = [
-            name
-            for module_name, module in self.inventory.modules.items()
-            for name in map(f"{module_name}.{{}}".format, experts_parameters(module))
-        ]
+        experts = [x for x in self.layers.values() if x.kind == "experts_t"]
+        # It has no other parameters of three dimensions.
+        every = sum(parameter.dim() == 3 for parameter in self.model.parameters())
         return (
             getattr(self.model.config, "model_type", None) == "gpt_oss"
-            and self.layers.keys() >= {*experts}
-            and all(mxfp4.fits(EncodeSpec.of(self.layers[n], False)) for n in experts)
+            and len(experts) == every > 0
+            and all(mxfp4.fits(EncodeSpec.of(x, False)) for x in experts)
         )
 
     def _encode(self, encoder: Encoder) -> tuple[dict[str, Tensor], int]:
@@ -694,8 +692,8 @@ def _warn(
         logger.warning(
             "moq_hf: these layers are saved as floats on the grid, at full size, since the packed format has no place "
             "for them (it is for 2 to %d bits of nn.Linear, tables and experts that are symmetric and not transposed, "
-            "without experts in NVFP4; the layout gemma leaves experts, tied tables and what transformers keeps in float32): "
-            "%s",
+            "without experts in NVFP4; the layout gemma leaves experts, tied tables and what transformers keeps in "
+            "float32): %s",
             MAX_PACKED_BITS,
             ", ".join(floats),
         )

@@ -1,4 +1,4 @@
-"""GGUF's MXFP4 and NVFP4 hold the codes and scales of a checkpoint, and gguf reads the checkpoint's weights out of them."""
+"""GGUF's MXFP4 and NVFP4 hold the codes and scales of a checkpoint, and gguf reads its weights out of them."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def test_blocks_are_those_of_the_checkpoint(tmp_path: Path, name: str, unit: flo
 
 
 def test_ggufs_own_quantizer_makes_the_same_bytes_of_mxfp4() -> None:
-    """Of weights whose groups reach from 1 to 1.75 of a power of two; from there on ours clips nothing, and gguf's does.
+    """Of weights whose groups reach from 1 to 1.75 of a power of two: from there on gguf's clips more than ours.
 
     gguf takes the first of two codes that are equally near, so ties are left out, and a zero's sign is its own.
     """

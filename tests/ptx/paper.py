@@ -50,7 +50,7 @@ def compiled(target: GPUTarget, length: int, source: str = "*fp32", result: str 
     columns = min(triton.next_power_of_2(length), 256)
     tile = {"BLOCK_COLS": columns, "ONE_TILE": length <= columns}
     tile["BLOCK_ROWS"] = 4096 // columns if tile["ONE_TILE"] else 8
-    fixed = {"noise_ptr": None, "BLENDS": False, "SCALE_DTYPE": "float32", **tile, **constants}
+    fixed = {"noise_ptr": None, "BLENDS": False, "SCALE_DTYPE": "float32", "FORMAT": "int", **tile, **constants}
     types = {"X_ptr": source, "Y_ptr": result, "n_rows": "i32", "n_cols": "i32"}
     types |= dict.fromkeys(("scale_ptr", "levels_ptr"), "*fp32")
     names = kernel.arg_names
