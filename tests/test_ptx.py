@@ -218,7 +218,7 @@ MUTANTS = {
     "a load without its mask": ("mask=cols < n_cols, other=0.0", "mask=cols < 9999", "odd"),
     "rows past the last": ("(n_rows - 1 - first_row)", "(n_rows + 1 - first_row)", "odd"),
     "negative numbers left out": ("bottom = tl.maximum(bottom, _bits(x, uint32))", "bottom = bottom", "halves"),
-    "a code too many": ("_round(tl.clamp(code, low, high))", "_round(tl.clamp(code, low, high + 1))", "clipped"),
+    "a code too many": ("_round(tl.clamp(y, low, high))", "_round(tl.clamp(y, low, high + 1))", "clipped"),
     "a scale that is not as stored": ("    scale = _as_stored(scale, SCALE_DTYPE)\n", "", "stored"),
     "NaN that is not named": ("span = _bits(top, float32)", "span = tl.minimum(_bits(top, float32), 9.0)", "nan"),
     "offsets of 32 bits": (".to(tl.int64) * BLOCK_ROWS", " * BLOCK_ROWS", "large"),

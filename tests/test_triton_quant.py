@@ -185,7 +185,7 @@ def test_codes_that_are_floats(name: Format, stochastic: bool) -> None:
     weight = torch.randn(64, 2 * size) * torch.logspace(-8, 3, 64)[:, None]
     ties = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, -6.0])
     weight[:20] = ties.repeat(size // 8) * torch.logspace(-17, 2, 20, 2)[:, None]
-    weight[20:24] *= torch.tensor([[0.0], [1e-35], [1e30], [1.0]])
+    weight[20:24] *= torch.tensor([[0.0], [1e-30], [1e30], [1.0]])
     weight[23, size:] = 1.75 * ties.repeat(size // 16) / 6
     ratio = torch.tensor([1.8, 1.0, 0.5], device=DEVICE)[torch.randint(3, (64, 2))]
     for dtype in FLOATS:

@@ -96,11 +96,10 @@ def fake_quantize_kernel(
     scale = tl.div_rn(span, farthest)
     # Below the smallest normal number a group becomes zeros.
     scale = tl.where(tl.abs(scale) < 2.0**-126, 1.0, scale)
+    is_fp4 = tl.load(levels_ptr + 5) > 0
     found = scale
     scale = _as_stored(scale, SCALE_DTYPE)
-    if FORMAT != "int":
-        is_fp4 = tl.load(levels_ptr + 5) > 0
-        scale = tl.where(is_fp4, _as_stored(found, FORMAT), scale)
+    scale = tl.where(is_fp4, _as_stored(found, FORMAT), scale)
     tl.store(scale_ptr + first_row + rows, scale)
 
     # What is divided by: a power of two brings the scale's magnitude to between 2 and
@@ -124,23 +123,18 @@ def fake_quantize_kernel(
         if not ONE_TILE:
             x = _load(X_ptr + starts + first, cols, n_cols - first)
         if noise_ptr is None:
+            noise = None
             code = _divide(x, divisor, shift, inverse)
         else:
+            noise = _load(noise_ptr + starts + first, cols, n_cols - first)
             code = tl.div_rn(x, scale)
-        if FORMAT != "int":
+        if FORMAT == "int":
+            code = _code(code, noise, low, high)
+        else:
             # Codes are 1, 2 or 4 apart.
             size = tl.where(is_fp4, tl.abs(code), 0.0)
             step = tl.where(size < 4, 1.0, tl.where(size < 8, 2.0, 4.0))
-            code = code * tl.where(size < 4, 1.0, tl.where(size < 8, 0.5, 0.25))
-        if noise_ptr is None:
-            code = _round(tl.clamp(code, low, high))
-        else:
-            noise = _load(noise_ptr + starts + first, cols, n_cols - first)
-            code = tl.clamp(code + noise, low, high)
-            # Triton's `floor` takes subnormal numbers for zeros.
-            rounded = _round(code)
-            code = tl.where(rounded > code, rounded - 1, rounded)
-        if FORMAT != "int":
+            code = _code(tl.div_rn(code, step), noise, low, high)
             code = tl.clamp(code * step, low, high)
         # What a zero point was added to and taken from has no -0.
         y = code * scale if SYMMETRIC else tl.fma(code, scale, 0.0)
@@ -182,6 +176,17 @@ def _divide(x, divisor, shift, inverse):
     # Before Triton 3.9 -x is 0 - x, which has no -0.
     excess = tl.fma(quotient, divisor, x * -1.0)
     return tl.fma(excess * -1.0, inverse, quotient)
+
+
+@triton.jit
+def _code(y, noise, low, high):
+    """Round to a whole number within limits: to nearest, or down after a random number is added."""
+    if noise is None:
+        return _round(tl.clamp(y, low, high))
+    y = tl.clamp(y + noise, low, high)
+    # Triton's `floor` takes subnormal numbers for zeros.
+    rounded = _round(y)
+    return tl.where(rounded > y, rounded - 1, rounded)
 
 
 @triton.jit
