@@ -132,8 +132,8 @@ def fake_quantize_kernel(
             code = _code(code, noise, low, high)
         else:
             # Codes are 1, 2 or 4 apart.
-            size = tl.where(is_fp4, tl.abs(code), 0.0)
-            step = tl.where(size < 4, 1.0, tl.where(size < 8, 2.0, 4.0))
+            far = tl.where(is_fp4, tl.abs(code), 0.0)
+            step = tl.where(far < 4, 1.0, tl.where(far < 8, 2.0, 4.0))
             code = _code(tl.div_rn(code, step), noise, low, high)
             code = tl.clamp(code * step, low, high)
         # What a zero point was added to and taken from has no -0.
@@ -182,11 +182,13 @@ def _divide(x, divisor, shift, inverse):
 def _code(y, noise, low, high):
     """Round to a whole number within limits: to nearest, or down after a random number is added."""
     if noise is None:
-        return _round(tl.clamp(y, low, high))
-    y = tl.clamp(y + noise, low, high)
-    # Triton's `floor` takes subnormal numbers for zeros.
-    rounded = _round(y)
-    return tl.where(rounded > y, rounded - 1, rounded)
+        rounded = _round(tl.clamp(y, low, high))
+    else:
+        y = tl.clamp(y + noise, low, high)
+        # Triton's `floor` takes subnormal numbers for zeros.
+        rounded = _round(y)
+        rounded = tl.where(rounded > y, rounded - 1, rounded)
+    return rounded
 
 
 @triton.jit
