@@ -239,8 +239,9 @@ def test_what_states_hold_does_not_change(case: str) -> None:
 
 def test_every_attribute_is_written() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(MoQConfig)}
-    # An asymmetric grid has no full range.
-    assert fields.keys() - OTHERS.keys() == {"from_deepspeed", "range", "groups"}
+    # An asymmetric grid has no full range, and is of no format.
+    assert fields.keys() - OTHERS.keys() == {"from_deepspeed", "range", "groups", "format"}
+    assert MoQConfig(format="nvfp4").to_dict()["quantize_format"] == "nvfp4"
     full = MoQConfig(bits=2, range="full", groups=1)
     assert full.to_dict()["quantize_algo"]["range"] == "full" and full.grid == Grid(full=True)
     assert all(OTHERS[name] != fields[name] for name in OTHERS)

@@ -527,3 +527,20 @@ def test_rows_are_sound() -> None:
 
 def test_transformers_takes_everything() -> None:
     assert all(verdict(with_grid(bits=bits), TRANSFORMERS).answer == "yes" for bits in range(1, 17))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_who_takes_codes_that_are_floats(name: Format) -> None:
+    size = GROUP_SIZES[name]
+    weights = {"model.layers.0.mlp.down_proj": Weight("linear", 64, 96, 4, size, format=name)}
+    model = Description("LlamaForCausalLM", weights, scales="bfloat16")
+    answers = {server.key: verdict(model, server) for server in SERVERS}
+    taken = {key for key, found in answers.items() if not found.reasons}
+    assert taken == {"transformers", "vllm", "onnxruntime"} | ({"llama.cpp"} if name == "mxfp4" else set())
+    assert f"it does not take {name}" in answers["sglang"].reasons[0]
+    if name == "nvfp4":
+        # Four groups are a block.
+        assert answers["llama.cpp"].reasons[0].startswith("its blocks of nvfp4 are of 64 columns")
+    siblings = {"model.layers.0.self_attn.q_proj": replace(weights.popitem()[1], columns=64)}
+    siblings["model.layers.0.self_attn.k_proj"] = replace(siblings["model.layers.0.self_attn.q_proj"], format="int")
+    assert f"(4 bits in groups of {size} and {name})" in str(verdict(replace(model, weights=siblings), VLLM).reasons)
