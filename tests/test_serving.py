@@ -16,6 +16,7 @@ from tiny_runs import arguments
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, quantize_model, quantizer, save_quantized, serving
 from moq_hf.cli import main
 from moq_hf.errors import shortened
+from moq_hf.grid import GROUP_SIZES, Format
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
