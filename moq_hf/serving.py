@@ -461,9 +461,9 @@ def _misfits(
             )
         elif format == "nvfp4" and server.repacks:
             # llama.cpp's blocks are of four groups.
-            odd = [name for name, weight in floats.items() if weight.columns % 64]
+            unfilled = [name for name, weight in floats.items() if weight.columns % 64]
             text = "its blocks of nvfp4 are of 64 columns (in_features)"
-            yield odd, text, "name these in modules_to_not_convert"
+            yield unfilled, text, "name these in modules_to_not_convert"
     integers = {name: codes[name] for name in codes if codes[name].format == "int"}
     for symmetric, legal in ((True, server.symmetric), (False, server.asymmetric)):
         bits = {

@@ -403,7 +403,7 @@ def _checked(stored: StoredWeight) -> Tensor:
             if stored.layer.kind == "experts_t":
                 # Those of the experts stand one below the other.
                 experts = len(stored.parts["weight_scale"])
-                weight = weight.unflatten(0, (experts, -1)).transpose(1, 2)
+                weight = weight.view(experts, -1, weight.shape[1]).transpose(1, 2)
             return weight
     return stored.parts["weight"]
 

@@ -1,6 +1,5 @@
 """Training in MXFP4 and NVFP4: integers first, the format at the last drop, a resumed run, and what is delivered."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
