@@ -32,8 +32,8 @@ from pydantic.dataclasses import dataclass
 
 from .errors import listed, show, show_key
 from .grid import (
+    FP4,
     FP4_BITS,
-    GROUP_SIZES,
     Format,
     Grid,
     Grouping,
@@ -747,15 +747,14 @@ class ConfigFields:
             for text in self._with(given_in(override))._bits_conflicts():
                 yield f"{where}: {text}"
 
-    def _format_fault(self) -> str | None:
-        size = GROUP_SIZES.get(self.format)
+    def _format_fault(self, size: int) -> str | None:
         is_right = {
             "quantize_bits.target_bits": self.targets == (FP4_BITS,),
             "quantize_group_size": self.group_size == size,
             "quantize_algo.q_type": self.symmetric,
         }
         wrong = [path for path, right in is_right.items() if not right]
-        if size is None or not wrong:
+        if not wrong:
             return None
         return (
             f"quantize_format: {self.format} is symmetric, of {FP4_BITS} bits in groups of {size}, which need not be "
@@ -763,7 +762,8 @@ class ConfigFields:
         )
 
     def _bits_conflicts(self) -> Iterator[str]:
-        fault = self._format_fault()
+        fp4 = FP4.get(self.format)
+        fault = None if fp4 is None else self._format_fault(fp4.group_size)
         if fault is None:
             budget = self.budget
             fault = self._bits_fault() if budget is None else _budget_fault(budget)

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from .config_fields import LARGEST, ConfigFields, given_in
 from .errors import MOST_FAULTS, MoQConfigError, show, show_key
-from .grid import FP4_BITS, GROUP_SIZES
+from .grid import FP4, FP4_BITS
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +78,10 @@ def parse(
     values |= given
     faults += map(_in_keywords, of_keywords)
     # What is not a format at all is found below.
-    size = GROUP_SIZES.get(cast(Any, str(values.get("quantize_format"))))
-    if size is not None:
-        of_format = {
-            "quantize_bits.target_bits": FP4_BITS,
-            "quantize_group_size": size,
-        }
-        values = of_format | values
+    fp4 = FP4.get(cast(Any, str(values.get("quantize_format"))))
+    if fp4 is not None:
+        values.setdefault("quantize_bits.target_bits", FP4_BITS)
+        values.setdefault("quantize_group_size", fp4.group_size)
     is_deepspeed = block is not document
     if is_deepspeed:
         if values.get("quantize_group_size") is not None:

@@ -7,7 +7,7 @@ the inputs of a layer are rounded, as `inputs` defines it.
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 MAX_BITS = 16
 # "auto" searches clipping ratios at these bits and below, where clipping pays.
@@ -23,11 +23,6 @@ Search = Literal["auto", "absmax", "mse"]
 ScaleDtype = Literal["float32", "bfloat16", "float16"]
 # What codes of 4 bits are: integers, or floats of two formats that servers know.
 Format = Literal["int", "mxfp4", "nvfp4"]
-# How many consecutive weights of a row share a scale in them.
-GROUP_SIZES: dict[Format, int] = {"mxfp4": 32, "nvfp4": 16}
-# What a scale is multiplied with in the files: codes there are half of ours, and the
-# whole tensor of NVFP4 has a scale of 2^-7.
-UNITS: dict[Format, float] = {"mxfp4": 2.0, "nvfp4": 2.0**8}
 FP4_BITS = 4
 # What inputs of a layer share a scale: a token, a call, or all for good.
 InputScale = Literal["per_token", "per_tensor", "per_block", "static"]
@@ -36,6 +31,31 @@ INPUT_BLOCK = 128
 LEAST_INPUT_BLOCK = 32
 # A size of a linear layer.
 Axis = Literal["out_features", "in_features"]
+
+
+class Fp4(NamedTuple):
+    """A format whose codes are the numbers of E2M1; here they are twice those, see `quantizer`.
+
+    Attributes:
+        group_size: Consecutive weights of a row that share a scale.
+        top: The code by which a group's largest weight is divided for its scale.
+        unit: What a scale is multiplied with in the files, where codes are half of
+            these and the whole tensor of NVFP4 has a scale of 2^-7.
+        strategy: What compressed-tensors calls the weights that share a scale.
+        scale_dtype: Of the scales in the files.
+    """
+
+    group_size: int
+    top: int
+    unit: float
+    strategy: str
+    scale_dtype: str
+
+
+FP4: dict[Format, Fp4] = {
+    "mxfp4": Fp4(32, 8, 2.0, "group", "torch.uint8"),
+    "nvfp4": Fp4(16, 12, 2.0**8, "tensor_group", "torch.float8_e4m3fn"),
+}
 
 
 @dataclass(frozen=True)
@@ -169,9 +189,13 @@ class Grid:
         """
         return self.grouping.shape(rows, columns)
 
+    def format_at(self, bits: int) -> Format:
+        """What codes are at a bit width."""
+        return self.format if bits == FP4_BITS else "int"
+
     def is_fp4(self, bits: int) -> bool:
         """Whether codes are floats at a bit width."""
-        return self.format != "int" and bits == FP4_BITS
+        return self.format_at(bits) != "int"
 
     def is_uniform(self, bits: int) -> bool:
         """Whether a code is a rounded quotient at a bit width, so that clipping and stochastic rounding make sense."""
@@ -209,9 +233,8 @@ class Grid:
         >>> Grid().top(4), Grid(full=True).top(4), Grid(PerGroup(32), format="mxfp4").top(4)
         (7, -8, 8)
         """
-        if self.is_fp4(bits) and self.format == "mxfp4":
-            return 8
-        return self.limits(bits)[0 if self.is_full(bits) else 1]
+        own = FP4.get(self.format_at(bits))
+        return own.top if own else self.limits(bits)[0 if self.is_full(bits) else 1]
 
     def searches(self, bits: int) -> bool:
         """Whether clipping ratios are searched at a bit width; ternary and binary grids set their own scale.

@@ -48,7 +48,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .grid import UNITS, Format, Grid, PerChannel
+from .grid import FP4, Format, Grid, PerChannel
 
 # The clipping ratios that a search tries, and those above 1 that it tries for NVFP4,
 # where a group's least error may be with its largest weight at 4. Saved states hold
@@ -525,13 +525,14 @@ def _as_stored(scale: Tensor, bits: int, grid: Grid) -> Tensor:
     """Round scales to their dtype, as float32; those beyond its range become its largest or smallest value."""
     dtype = getattr(torch, grid.scale_dtype)
     unit = 1.0
-    if grid.is_fp4(bits):
-        if grid.format == "mxfp4":
-            # From 1.75 of a power of two on, the sum has the next exponent.
-            raised = scale.view(torch.int32) + (1 << 21)
-            power = (raised & 0x7F800000).view(torch.float32)
-            return torch.where(scale.isfinite(), power, scale)
-        dtype, unit = torch.float8_e4m3fn, UNITS["nvfp4"]
+    format = grid.format_at(bits)
+    if format == "mxfp4":
+        # From 1.75 of a power of two on, the sum has the next exponent.
+        raised = scale.view(torch.int32) + (1 << 21)
+        power = (raised & 0x7F800000).view(torch.float32)
+        return torch.where(scale.isfinite(), power, scale)
+    if format == "nvfp4":
+        dtype, unit = torch.float8_e4m3fn, FP4[format].unit
     if dtype == torch.float32:
         return scale
     limits = torch.finfo(dtype)
@@ -552,7 +553,7 @@ def _best_ratio(x: Tensor, bits: int, grid: Grid) -> Tensor:
     low, high = _range(x, bits, grid)
     best = torch.ones_like(high)
     best_error = torch.full_like(high, torch.inf, dtype=torch.float64)
-    for value in _RATIOS_OF[grid.format if grid.is_fp4(bits) else "int"]:
+    for value in _RATIOS_OF[grid.format_at(bits)]:
         # The ratio is a tensor, because on some devices PyTorch multiplies with a
         # number in another precision.
         ratio = torch.full_like(high, value)

@@ -7,7 +7,7 @@ model, which is made of its inventory before training and of a folder's files af
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from .config import MoQConfig
 from .errors import MoQError, shortened
 from .formats.stored import EncodeSpec
 from .formats.table import form_of, has_codes
-from .grid import GROUP_SIZES, Format
+from .grid import Format
 from .model.inventory import FUSED, Inventory, is_convolution
 from .model.sizes import is_unpacked_while_loading
 from .names import plain_name, pretrained, without_fsdp, without_peft
@@ -125,7 +125,7 @@ class Server:
         has_bytes: Whether a kernel of its multiplies 8 bits with 8 bits, per channel,
             whatever the other fields say.
         inputs: What it does with rounded inputs where it does not multiply so.
-        formats: Formats of codes that are floats which it takes.
+        formats: What codes of 4 bits may be.
         classes: What the name of a model's class must be like, and there may be no
             decoder beside an encoder then.
         in_float: Names of layers that it takes as floats alone, after the name of the
@@ -150,7 +150,7 @@ class Server:
     repacks: bool = False
     has_bytes: bool = False
     inputs: str = ""
-    formats: tuple[Format, ...] = ()
+    formats: tuple[Format, ...] = ("int",)
     classes: str = ""
     in_float: str = "$^"
     half_scales: bool = True
@@ -191,6 +191,7 @@ _ENCODERS = (
     "BertModel BertForSequenceClassification BertForTokenClassification "
     "ModernBertModel ModernBertForSequenceClassification"
 )
+_FORMATS: tuple[Format, ...] = ("int", "mxfp4", "nvfp4")
 TRANSFORMERS = Server(
     "transformers",
     "transformers",
@@ -198,7 +199,7 @@ TRANSFORMERS = Server(
     range(1, 17),
     range(2, 17),
     half_scales=False,
-    formats=("mxfp4", "nvfp4"),
+    formats=_FORMATS,
 )
 # Groups other than 32, 64 and 128, and bits other than 4 and 8, run on its Humming
 # kernels.
@@ -214,7 +215,7 @@ VLLM = Server(
     without=("embedding",),
     has_bytes=True,
     # As its source has them: none was run with it.
-    formats=("mxfp4", "nvfp4"),
+    formats=_FORMATS,
     inputs="its kernels leave inputs beside packed weights in float, all but Humming's",
     in_float=f"{_HEADS}|{_UNNAMED}",
     # benchmarks/results/served.json.
@@ -243,7 +244,7 @@ VLLM_CPU = replace(
     VLLM,
     key="vllm-cpu",
     title="vLLM, CPU",
-    formats=(),
+    formats=("int",),
     inputs="its kernels leave inputs beside packed weights in float",
     symmetric=(4,),
     asymmetric=(4,),
@@ -259,7 +260,7 @@ SGLANG = replace(
     title="SGLang",
     version="0.5.23",
     has_bytes=False,
-    formats=(),
+    formats=("int",),
     inputs="",
     symmetric=(4, 8),
     asymmetric=(4,),
@@ -282,7 +283,7 @@ GGUF = Server(
     multiple=32,
     columns=32,
     repacks=True,
-    formats=("mxfp4", "nvfp4"),
+    formats=_FORMATS,
     inputs="it rounds inputs in blocks of its own",
     in_float=r"(\.| )pooler\.dense$",
     # benchmarks/results/llamacpp.json.
@@ -308,7 +309,7 @@ ONNX = Server(
     # What torch.onnx.export cannot trace, and what takes neither texts nor pictures alone.
     classes=r"^(?!.*Head|XLNet|.*Mamba|Jamba|CLIP|Wav2Vec2|WavLM|Whisper).*(For(Sequence|Token|Image)Classification|ForCausalLM|Model)$",
     half_scales=False,
-    formats=("mxfp4", "nvfp4"),
+    formats=_FORMATS,
     # The tests of the export.
     tried=f"{_ENCODERS} {_CAUSAL} DebertaV2ForSequenceClassification DistilBertForSequenceClassification "
     "RobertaForSequenceClassification T5EncoderModel ViTModel ViTForImageClassification ResNetForImageClassification "
@@ -451,24 +452,14 @@ def _misfits(
         is_packed = not weight.is_float and weight.kind != "embedding"
         if weight.bits != FLOAT_BITS if server.repacks else is_packed:
             codes[name] = weight
-    for format in GROUP_SIZES:
-        floats = {name: codes[name] for name in codes if codes[name].format == format}
-        if format not in server.formats:
-            yield (
-                floats,
-                f"it does not take {format}",
-                'quantize_format "int" is served',
-            )
-        elif format == "nvfp4" and server.repacks:
-            # llama.cpp's blocks are of four groups.
-            unfilled = [name for name, weight in floats.items() if weight.columns % 64]
-            text = "its blocks of nvfp4 are of 64 columns (in_features)"
-            yield unfilled, text, "name these in modules_to_not_convert"
-    integers = {name: codes[name] for name in codes if codes[name].format == "int"}
+    formats = {name: weight.format for name, weight in codes.items()}
+    others = {name: f for name, f in formats.items() if f not in server.formats}
+    instead = 'quantize_format "int" is served'
+    yield others, f"it does not take {_or(others.values())}", instead
     for symmetric, legal in ((True, server.symmetric), (False, server.asymmetric)):
         bits = {
             name: weight.bits
-            for name, weight in integers.items()
+            for name, weight in codes.items()
             if weight.symmetric == symmetric and weight.bits not in legal
         }
         taken = f"{_or(legal)} bits" + ("" if symmetric else " with zero points")
@@ -479,8 +470,8 @@ def _misfits(
         )
     sizes = {
         name: weight.group_size
-        for name, weight in integers.items()
-        if weight.group_size is not None
+        for name, weight in codes.items()
+        if weight.group_size is not None and weight.format == "int"
     }
     unfit = {
         name: size
@@ -492,8 +483,10 @@ def _misfits(
     yield unfit, f"its groups are {groups}, not {_or(unfit.values())}", instead
     columns = {name: weight.columns for name, weight in codes.items()}
     rows = {name: weight.rows for name, weight in codes.items()}
+    # llama.cpp's blocks of NVFP4 are of four groups.
+    four_groups = server.repacks and "nvfp4" in formats.values()
     for what, multiple, counts in (
-        ("columns (in_features)", server.columns, columns),
+        ("columns (in_features)", 64 if four_groups else server.columns, columns),
         ("rows (out_features)", server.rows, rows),
     ):
         odd = {name: count for name, count in counts.items() if count % multiple}
@@ -524,7 +517,7 @@ def _unlike_siblings(model: Description) -> dict[str, list[str]]:
     return unlike
 
 
-def _or(values: Collection[int]) -> str:
+def _or(values: Collection[Any]) -> str:
     words = list(map(str, sorted(set(values))))
     if len(words) > 1:
         words = [", ".join(words[:-1]), words[-1]]
@@ -670,7 +663,7 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
             spec.grid.symmetric,
             has_codes(form_of(spec, "packed")),
             None if spec.inputs is None else rounded,
-            spec.grid.format if spec.is_fp4 else "int",
+            spec.format,
         )
 
     weights: dict[str, Weight] = {}

@@ -10,7 +10,7 @@ from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from torch import Tensor
 
 from moq_hf import MoQConfig, MoQConfigError, quantizer
-from moq_hf.grid import GROUP_SIZES, UNITS, Format, Grid, PerGroup
+from moq_hf.grid import FP4, Format, Grid, PerGroup
 from moq_hf.quantizer import RoundingSeed
 from moq_hf.training.resume import ratios_in_letters, ratios_of_letters
 
@@ -21,12 +21,12 @@ TIES = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0
 
 
 def grid_of(name: Format, **more: Any) -> Grid:
-    return Grid(PerGroup(GROUP_SIZES[name]), format=name, **more)
+    return Grid(PerGroup(FP4[name].group_size), format=name, **more)
 
 
 def hard(name: Format) -> Tensor:
     """A group in a row: any size of weights, zeros, one weight alone, ties of every sign and many scales."""
-    size = GROUP_SIZES[name]
+    size = FP4[name].group_size
     torch.manual_seed(0)
     weight = torch.randn(3000, size) * torch.logspace(-6, 0.6, 3000)[:, None]
     weight[:3] = 0
@@ -45,7 +45,7 @@ def hard(name: Format) -> Tensor:
 def test_codes_and_scales_are_those_of_compressed_tensors(name: Format) -> None:
     weight = hard(name)
     found = quantizer.quantize(weight, 4, grid_of(name))
-    divisor = UNITS[name] / 2
+    divisor = FP4[name].unit / 2
     whole = torch.tensor([divisor]) if name == "nvfp4" else None
     ends = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
     scale, _ = calculate_qparams(*ends, SCHEMES[name], global_scale=whole)
@@ -87,13 +87,13 @@ def test_what_is_not_finite_is_found(name: Format, value: float) -> None:
     with pytest.raises(ValueError, match="weight holds NaN or Inf"):
         quantizer.quantize(weight, 4, grid_of(name))
     scale = quantizer.fake_quantize_with_scale(weight, 4, grid_of(name))[1]
-    groups = 64 // GROUP_SIZES[name]
+    groups = 64 // FP4[name].group_size
     assert scale.isfinite().flatten().tolist() == [i != groups for i in range(2 * groups)]
 
 
 @FORMATS
 def test_weights_beyond_either_end(name: Format) -> None:
-    weight = torch.ones(2, GROUP_SIZES[name]) * torch.tensor([[1e4], [1e-30]])
+    weight = torch.ones(2, FP4[name].group_size) * torch.tensor([[1e4], [1e-30]])
     found = quantizer.fake_quantize(weight, 4, grid_of(name))
     if name == "nvfp4":
         assert found.unique().tolist() == [0.0, 21.0]
@@ -112,7 +112,7 @@ def test_the_search_finds_the_least_squares(name: Format) -> None:
 
     def error(ratio: Tensor) -> Tensor:
         squares = (quantizer.fake_quantize(weight, 4, grid, ratio=ratio) - weight).square().double()
-        return squares.view(64, -1, GROUP_SIZES[name]).sum(2)
+        return squares.view(64, -1, FP4[name].group_size).sum(2)
 
     tried = {"mxfp4": [1.0, 0.5], "nvfp4": [k / 10 for k in range(18, 10, -1)] + [k / 20 for k in range(20, 11, -1)]}
     best = error(found)
@@ -120,12 +120,12 @@ def test_the_search_finds_the_least_squares(name: Format) -> None:
         assert (best <= error(torch.full_like(found, value))).all()
     assert best.sum() < (1.0 if name == "mxfp4" else 0.8) * error(torch.ones_like(found)).sum()
     letters = ratios_in_letters(found)
-    assert torch.equal(ratios_of_letters("layer", letters, (64, 64 // GROUP_SIZES[name])), found)
+    assert torch.equal(ratios_of_letters("layer", letters, (64, 64 // FP4[name].group_size)), found)
 
 
 @FORMATS
 def test_stochastic_rounding_has_no_bias_and_goes_to_neighbors(name: Format) -> None:
-    size = GROUP_SIZES[name]
+    size = FP4[name].group_size
     weight = torch.linspace(-6, 6, 100 * size).view(100, size)
     weight[:, 0] = 6.0
     grid = grid_of(name, stochastic=True)

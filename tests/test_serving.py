@@ -16,7 +16,7 @@ from tiny_runs import arguments
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, quantize_model, quantizer, save_quantized, serving
 from moq_hf.cli import main
 from moq_hf.errors import shortened
-from moq_hf.grid import GROUP_SIZES, Format
+from moq_hf.grid import FP4, Format
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
@@ -532,7 +532,7 @@ def test_transformers_takes_everything() -> None:
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_who_takes_codes_that_are_floats(name: Format) -> None:
-    size = GROUP_SIZES[name]
+    size = FP4[name].group_size
     weights = {"model.layers.0.mlp.down_proj": Weight("linear", 64, 96, 4, size, format=name)}
     model = Description("LlamaForCausalLM", weights, scales="bfloat16")
     answers = {server.key: verdict(model, server) for server in SERVERS}
@@ -541,7 +541,7 @@ def test_who_takes_codes_that_are_floats(name: Format) -> None:
     assert f"it does not take {name}" in answers["sglang"].reasons[0]
     if name == "nvfp4":
         # Four groups are a block.
-        assert answers["llama.cpp"].reasons[0].startswith("its blocks of nvfp4 are of 64 columns")
+        assert "a multiple of 64 columns (in_features), not 96" in answers["llama.cpp"].reasons[0]
     siblings = {"model.layers.0.self_attn.q_proj": replace(weights.popitem()[1], columns=64)}
     siblings["model.layers.0.self_attn.k_proj"] = replace(siblings["model.layers.0.self_attn.q_proj"], format="int")
     assert f"(4 bits in groups of {size} and {name})" in str(verdict(replace(model, weights=siblings), VLLM).reasons)

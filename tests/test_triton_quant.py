@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moq_hf import MoQConfig, quantize_model, quantizer, triton_quant
 from moq_hf.grid import (
-    GROUP_SIZES,
+    FP4,
     Format,
     Grid,
     Grouping,
@@ -180,7 +180,7 @@ def test_halves_round_to_even_and_extreme_values_stay() -> None:
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_codes_that_are_floats(name: Format, stochastic: bool) -> None:
-    size = GROUP_SIZES[name]
+    size = FP4[name].group_size
     grid = Grid(PerGroup(size), stochastic=stochastic, scale_dtype="bfloat16", format=name)
     weight = torch.randn(64, 2 * size) * torch.logspace(-8, 3, 64)[:, None]
     ties = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, -6.0])

@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -41,7 +42,7 @@ from torch import Tensor
 
 from ..errors import MoQError, explained, listed, require
 from ..formats.stored import StoredLayer, by_matrix, per_weight
-from ..grid import GROUP_SIZES, UNITS
+from ..grid import FP4
 from ..packed.files import new_path, staged
 from ..packed.state import check_taken
 from ..packed.verify import recorded, stored_weights
@@ -75,8 +76,8 @@ _CONVERTER = "convert_hf_to_gguf.py"
 _SIZE = 32
 # Twice the numbers of E2M1, in the order of their codes.
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int16)
-# How many scales there are in a block.
-_FP4 = {"MXFP4": 1, "NVFP4": 4}
+# What holds its scales.
+_FP4_SCALES = {"MXFP4": torch.float8_e8m0fnu, "NVFP4": torch.float8_e4m3fn}
 Floats = NDArray[np.float32]
 Halves = NDArray[np.float16]
 _HINT = "make the base of this checkpoint (moq-hf export DIR --to float)"
@@ -224,6 +225,7 @@ def _export(directory: Path, out: Path, source: Path) -> GgufExport:
     parts = {
         place: read.all_experts(place, experts) for place, experts in placed.items()
     }
+    read.add_scales(parts)
     with staged(out.resolve()) as staging:
         read.write(staging, parts)
         read.prove(staging, parts)
@@ -250,9 +252,9 @@ class Blocks(NamedTuple):
 
     Attributes:
         kind: "Q4_0", "Q4_1", "Q8_0", "MXFP4" or "NVFP4".
-        codes: int16 `[rows, blocks, 32]`; those of Q4_1 from 0. NVFP4 has 16 to a scale.
-        scale: float16 `[rows, blocks, 1]`; float32 for codes that are floats, which are
-            twice their values.
+        codes: int16 `[rows, blocks, 32]`; those of Q4_1, MXFP4 and NVFP4 from 0, and of
+            NVFP4 16 to a scale.
+        scale: float16 `[rows, blocks, 1]`; bytes of MXFP4 and NVFP4.
         minimum: float16 of the scale's shape, the value of code 0 in Q4_1; None for the
             others.
         error: The largest error of a weight by the rounding to float16, in quantization
@@ -261,14 +263,12 @@ class Blocks(NamedTuple):
 
     kind: str
     codes: NDArray[np.int16]
-    scale: Halves | Floats
+    scale: Halves | NDArray[np.uint8]
     minimum: Halves | None
     error: float
 
     def raw(self) -> NDArray[np.uint8]:
         """The bytes of the blocks, `[rows, bytes]`."""
-        if self.kind in _FP4:
-            return self._raw_fp4()
         if self.kind == "Q8_0":
             parts = [
                 self.scale.view(np.uint8),
@@ -277,27 +277,17 @@ class Blocks(NamedTuple):
         else:
             parts = [self.scale.view(np.uint8)]
             codes = self.codes
-            if self.minimum is None:
+            if self.kind == "Q4_0":
                 codes = codes + 8
-            else:
+            if self.minimum is not None:
                 parts.append(self.minimum.view(np.uint8))
             # The first half of the block lies in the lower nibbles.
             low, high = np.split(codes.astype(np.uint8), 2, axis=-1)
             parts.append(low | high << np.uint8(4))
-        return np.concatenate(parts, -1).reshape(len(self.codes), -1)
-
-    def _raw_fp4(self) -> NDArray[np.uint8]:
-        codes = np.searchsorted(_E2M1, np.abs(self.codes)) | 8 * (self.codes < 0)
-        low, high = np.split(codes.astype(np.uint8), 2, axis=-1)
-        scale = 2 * self.scale
-        if self.kind == "MXFP4":
-            scales = (np.frexp(scale)[1] + 126).astype(np.uint8)
-        else:
-            exact = torch.from_numpy(scale).to(torch.float8_e4m3fn)
-            scales = exact.view(torch.uint8).numpy()
-        rows, blocks, _ = self.scale.shape
-        blocks //= _FP4[self.kind]
-        parts = [part.reshape(rows, blocks, -1) for part in (scales, low | high << 4)]
+        rows = len(self.codes)
+        if self.kind == "NVFP4":
+            # The scales of four groups stand before their codes.
+            parts = [part.reshape(rows, -1, 4 * part.shape[-1]) for part in parts]
         return np.concatenate(parts, -1).reshape(rows, -1)
 
     def values(self) -> Floats:
@@ -340,7 +330,8 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     0.0
     """
     rows, columns = stored.codes.shape
-    size = GROUP_SIZES.get(layer.format, _SIZE)
+    fp4 = FP4.get(layer.format)
+    size = fp4.group_size if fp4 else _SIZE
     blocks = columns // size
 
     def per_block(values: Tensor) -> Floats:
@@ -349,9 +340,15 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     codes = stored.codes.numpy().astype(np.int16).reshape(rows, blocks, size)
     exact = dequantize(*stored).numpy().reshape(codes.shape)
     scale = per_block(stored.scale)
-    if layer.format != "int":
-        scale *= UNITS[layer.format] / 2
-        return Blocks(kind_of(layer), codes, scale, None, 0.0)
+    kind = kind_of(layer)
+    if fp4:
+        numbers = np.searchsorted(_E2M1, np.abs(codes)) + 8 * (codes < 0)
+        scales = torch.from_numpy(scale * fp4.unit).to(_FP4_SCALES[kind])
+        packed = scales.view(torch.uint8).numpy()
+        written = Blocks(kind, numbers.astype(np.int16), packed, None, 0.0)
+        # gguf does not multiply with the scale of the whole tensor.
+        read = written.values().reshape(codes.shape) * np.float32(2 / fp4.unit)
+        return written._replace(error=float(np.abs((read - exact) / scale).max()))
     # The scale of a block of zeros does not matter.
     used = exact.any(-1, keepdims=True)
     with np.errstate(over="ignore"):
@@ -372,7 +369,7 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
         raise MoQError(
             f"{where}: a scale of {np.abs(scale[misfits]).max():.3g} does not fit GGUF's float16"
         )
-    written = Blocks(kind_of(layer), codes, half, minimum, 0.0)
+    written = Blocks(kind, codes, half, minimum, 0.0)
     errors = written.values().reshape(codes.shape) - exact
     steps = errors / np.where(used, scale, np.float32(np.inf))
     return written._replace(error=float(np.abs(steps).max()))
@@ -510,6 +507,18 @@ class _Base:
             )
         return [experts[expert] for expert in sorted(experts)]
 
+    def add_scales(self, parts: Mapping[str, Sequence[Blocks]]) -> None:
+        """Add the scales of whole tensors in NVFP4, one for each expert, by the names that llama.cpp looks for."""
+        from gguf import GGMLQuantizationType
+
+        scale = np.float32(2 / FP4["nvfp4"].unit)
+        for name, blocks in parts.items():
+            if blocks[0].kind == "NVFP4":
+                self.tensors[f"{name.removesuffix('weight')}scale"] = SimpleNamespace(
+                    data=np.full(len(blocks), scale),
+                    tensor_type=GGMLQuantizationType.F32,
+                )
+
     def write(self, path: Path, parts: Mapping[str, Sequence[Blocks]]) -> None:
         """Write the file with these blocks instead of floats."""
         import gguf
@@ -538,8 +547,6 @@ class _Base:
                 data = raw.reshape(*data.shape[:-1], -1)
                 kind = gguf.GGMLQuantizationType[parts[name][0].kind]
             writer.add_tensor(name, data, raw_dtype=kind)
-        for name, scale in _whole_scales(parts).items():
-            writer.add_tensor(name, scale)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -556,12 +563,10 @@ class _Base:
 
         reader = GGUFReader(path)
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-        copied = {name: tensor.data for name, tensor in self.tensors.items()}
-        copied |= _whole_scales(parts)
-        wrong = tensors.keys() ^ copied.keys()
+        wrong = tensors.keys() ^ self.tensors.keys()
         for name in tensors.keys() - wrong:
             data = tensors[name].data.view(np.uint8)
-            expected = copied[name].view(np.uint8)
+            expected = self.tensors[name].data.view(np.uint8)
             if name in parts:
                 expected = np.concatenate([part.values() for part in parts[name]])
                 kind = tensors[name].tensor_type
@@ -576,17 +581,6 @@ class _Base:
             raise MoQError(
                 f"{path}: {', '.join(sorted(wrong))} was not read back as it was written"
             )
-
-
-def _whole_scales(parts: Mapping[str, Sequence[Blocks]]) -> dict[str, Floats]:
-    """The scales of whole tensors, one for each expert, by the names that llama.cpp looks for."""
-    return {
-        f"{name.removesuffix('weight')}scale": np.full(
-            len(blocks), np.float32(2 / UNITS["nvfp4"])
-        )
-        for name, blocks in parts.items()
-        if blocks[0].kind == "NVFP4"
-    }
 
 
 def _copied(reader: Any) -> dict[str, Any]:

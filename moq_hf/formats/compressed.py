@@ -7,16 +7,10 @@ import torch
 from torch import Tensor
 
 from ..errors import MoQError
-from ..grid import UNITS, Format
+from ..grid import FP4
 from ..quantizer import Quantized, dequantize
 from ..seams.transformers import compress, decompress
 from .stored import EncodedWeight, EncodeSpec, StoredWeight, per_weight
-
-# How compressed-tensors has codes that are floats.
-_FP4_ARGS: dict[Format, dict[str, str]] = {
-    "mxfp4": {"strategy": "group", "scale_dtype": "torch.uint8"},
-    "nvfp4": {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"},
-}
 
 
 def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
@@ -70,14 +64,17 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
             half = 2 ** (spec.width - 1)
             zero = per_weight(values.zero_point, (rows, groups)) - half
         parts["weight_zero_point"] = zero.to(torch.int8)
-    if spec.is_fp4:
-        name = spec.grid.format
-        format = f"{name}-{format}"
-        args |= {"type": "float", **_FP4_ARGS[name]}
-        parts["weight_scale"] = scale * UNITS[name]
-        if name == "nvfp4":
-            whole = torch.full((1,), UNITS[name] / 2, device="cpu")
-            parts["weight_global_scale"] = whole
+    fp4 = FP4.get(spec.format)
+    if fp4 is not None:
+        format = f"{spec.format}-{format}"
+        args |= {
+            "type": "float",
+            "strategy": fp4.strategy,
+            "scale_dtype": fp4.scale_dtype,
+        }
+        parts["weight_scale"] = scale * fp4.unit
+        if spec.format == "nvfp4":
+            parts["weight_global_scale"] = torch.tensor([fp4.unit / 2], device="cpu")
     scheme = {"weights": args, "format": format}
     if spec.matrices is not None:
         return EncodedWeight(_compress_matrices(parts, scheme, spec.matrices), scheme)
@@ -118,23 +115,20 @@ def read(stored: StoredWeight) -> Quantized:
     parts = stored.parts
     shape = stored.layer.shape
     width = stored.scheme["weights"]["num_bits"]
-    unit = UNITS.get(stored.layer.format)
+    fp4 = FP4.get(stored.layer.format)
     if "weight_packed" in parts:
-        # Two codes of four bits are a byte; others are in words.
-        bits = 32 if unit is None else 8
-        words = [shape[0], math.ceil(shape[1] * width / bits)]
-        packed_shape = list(parts["weight_packed"].shape)
-        own_shape = parts.get("weight_shape", torch.tensor(shape, device="cpu"))
-        if packed_shape != words or own_shape.tolist() != [*shape]:
+        # Words are of 32 bits, or bytes where codes are floats.
+        packed = parts["weight_packed"]
+        words = [shape[0], math.ceil(shape[1] * width / (8 * packed.itemsize))]
+        declared = [*shape] if fp4 else parts["weight_shape"].tolist()
+        if [*packed.shape] != words or declared != [*shape]:
             raise MoQError(
                 f"{stored.where}: the packed codes are not those of a weight {[*shape]} at {width} bits"
             )
-    if unit is None:
+    if fp4 is None:
         parts = {**parts, "weight_scale": parts["weight_scale"].float()}
     tensors = decompress(parts, stored.scheme)
-    scale = tensors["weight_scale"].float()
-    if unit is not None:
-        scale = scale / unit
+    scale = tensors["weight_scale"].float() / (fp4.unit if fp4 else 1.0)
     zero = tensors.get("weight_zero_point")
     codes = (tensors["weight"] / per_weight(scale, shape)).round().int()
     # A table that was given the groups of the linear layers has each scale several

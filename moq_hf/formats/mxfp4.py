@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
 
 def fits(spec: EncodeSpec) -> bool:
     """Whether a layer is a parameter of transposed experts in MXFP4."""
-    return spec.kind == "experts_t" and spec.is_fp4 and spec.grid.format == FORMAT
+    return spec.kind == "experts_t" and spec.format == FORMAT
 
 
 def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:

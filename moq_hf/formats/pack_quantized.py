@@ -23,12 +23,10 @@ def fits(spec: EncodeSpec) -> bool:
     rows, columns = spec.matrix_shape
     if spec.row_size is not None and columns % spec.row_size:
         return False
-    if spec.shared is not None and spec.shared.is_fp4 != spec.is_fp4:
+    if spec.shared is not None and spec.shared.format != spec.format:
         return False
     if is_experts(spec.kind):
-        is_loaded = spec.grid.symmetric and not (
-            spec.is_fp4 and spec.grid.format == "nvfp4"
-        )
+        is_loaded = spec.grid.symmetric and spec.format != "nvfp4"
         return spec.matrices is not None and is_loaded
     if spec.kind not in ("linear", "embedding"):
         return False

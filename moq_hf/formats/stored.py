@@ -31,13 +31,13 @@ class SharedScheme:
         symmetric: Whether there are no zero points.
         takes_tables: Whether embedding tables are packed too, at the widest bits of
             all.
-        is_fp4: Whether all codes are floats.
+        format: What codes are; "int" if not all are the same.
     """
 
     row_size: int | None
     symmetric: bool
     takes_tables: bool
-    is_fp4: bool
+    format: Format
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class EncodeSpec:
             "an embedding table shares their weight": self.is_table,
             "they are Conv1D layers": self.kind != "linear",
             "their grid is asymmetric": not self.grid.symmetric,
-            f"they are {self.grid.format}": self.is_fp4,
+            f"they are {self.format}": self.format != "int",
             f"they have {self.bits} bits": not 2 <= self.bits <= MAX_PACKED_BITS,
             f"inputs have {self.inputs.bits} bits": self.inputs.bits != 8,
             f"scales are {scale}": scale not in ("static", "per_token"),
@@ -123,9 +123,9 @@ class EncodeSpec:
         return self.bits == self.inputs.bits == 8
 
     @property
-    def is_fp4(self) -> bool:
-        """Whether codes are floats."""
-        return self.grid.is_fp4(self.bits)
+    def format(self) -> Format:
+        """What codes are."""
+        return self.grid.format_at(self.bits)
 
     @property
     def row_size(self) -> int | None:
@@ -168,7 +168,8 @@ class StoredLayer:
         kind: What the layer is; see `weight_matrix.Kind`.
         bits: 1 to 16, or 32 for a layer that was not quantized yet.
         stored: "packed" (bits per weight), "int8" (one byte per weight), "gemma" (2, 4
-            or 8 bits per weight), "mxfp4" (experts of GPT-OSS), "dense" (floats on the grid) or "float".
+            or 8 bits per weight), "mxfp4" (experts of GPT-OSS), "dense" (floats on the
+            grid) or "float".
         shape: Rows and columns of the weight as it is quantized; a conv1d has its
             transpose in the file.
         scales: Rows and columns of the scale; [0, 0] for float.

@@ -157,7 +157,7 @@ class Encoder:
     @property
     def needs_bfloat16(self) -> bool:
         """Whether packed layers have floats for codes, which are unpacked in bfloat16 and in no other dtype."""
-        return any(self._specs[name].is_fp4 for name in self.packed)
+        return any(self._specs[name].format != "int" for name in self.packed)
 
     @property
     def needs(self) -> dict[str, str]:
@@ -197,9 +197,9 @@ class Encoder:
         # bits.
         growth = (widest - width) * numbers[False]
         saved = (8 * torch.float32.itemsize - widest) * numbers[True]
-        is_fp4 = all(layer.moq.grid.is_fp4(layer.moq.bits) for layer in linears)
-        takes_tables = growth <= saved and not is_fp4
-        return SharedScheme(row_size, grids[0].symmetric, takes_tables, is_fp4)
+        formats = {layer.moq.grid.format_at(layer.moq.bits) for layer in linears}
+        format = formats.pop() if len(formats) == 1 else "int"
+        return SharedScheme(row_size, grids[0].symmetric, growth <= saved, format)
 
     def _spec(
         self,
@@ -342,7 +342,7 @@ class Encoder:
             scales=scales,
             symmetric=state.grid.symmetric,
             full=state.grid.is_full(state.bits),
-            format=state.grid.format if spec.is_fp4 else "int",
+            format=spec.format,
             bytes=sum(tensor.nbytes for tensor in parts.values()),
             bytes_before=weight.nbytes,
             group=None if encoded.scheme is None else self._group(name, encoded.scheme),

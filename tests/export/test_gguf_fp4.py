@@ -10,7 +10,8 @@ import transformers as hf
 
 from moq_hf import MoQError, quantize_model, quantizer, save_quantized
 from moq_hf.export.floats import export_floats
-from moq_hf.export.gguf import Blocks, export_gguf
+from moq_hf.export.gguf import blocks_of, export_gguf
+from moq_hf.formats.stored import StoredLayer
 from moq_hf.grid import Grid, PerGroup
 from moq_hf.packed.verify import stored_weights
 
@@ -65,8 +66,8 @@ def test_ggufs_own_quantizer_makes_the_same_bytes_of_mxfp4() -> None:
     groups = 2 * torch.rand(64, 2, 32) - 1
     groups[..., 0] = torch.linspace(1.0, 1.74, 128).view(64, 2)
     weight = (groups * 2.0 ** torch.randint(-60, 60, (64, 2, 1))).view(64, 64)
-    codes, scale, _ = quantizer.quantize(weight, 4, Grid(PerGroup(32), format="mxfp4"))
-    blocks = Blocks("MXFP4", codes.numpy().reshape(64, 2, 32).astype(np.int16), scale.numpy()[..., None], None, 0.0)
+    values = quantizer.quantize(weight, 4, Grid(PerGroup(32), format="mxfp4"))
+    blocks = blocks_of(values, StoredLayer("linear", 4, "packed", (64, 64), (64, 2), True, 0, 0, format="mxfp4"), "it")
     theirs = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.MXFP4)
     assert np.array_equal(gguf.quants.dequantize(theirs, gguf.GGMLQuantizationType.MXFP4), blocks.values())
     exponents = np.s_[:, ::17]
@@ -75,5 +76,7 @@ def test_ggufs_own_quantizer_makes_the_same_bytes_of_mxfp4() -> None:
 
 def test_columns_that_do_not_fill_nvfp4s_blocks_are_an_error(tmp_path: Path) -> None:
     packed, base = delivered(tmp_path, {"quantize_format": "nvfp4"}, intermediate_size=48)
-    with pytest.raises(MoQError, match=r"48 columns in nvfp4: model\.layers\.0\.mlp\.down_proj"):
+    with pytest.raises(
+        MoQError, match=r"a multiple of 64 columns \(in_features\), not 48 \(model\.layers\.0\.mlp\.down_proj\)"
+    ):
         export_gguf(packed, tmp_path / "out.gguf", base)
