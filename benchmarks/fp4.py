@@ -3,15 +3,15 @@
     python benchmarks/fp4.py
     python benchmarks/fp4.py --report
 
-The study is that of `perplexity.py` with fewer steps: the float model of a seed is what every arm of the seed begins
-with. Integers have scales in bfloat16. Each run appends one line to `--output` and is skipped where its line is there.
+The study is that of `perplexity.py`, with its float models, which every arm of a seed begins with. Integers have
+scales in bfloat16. Each run appends one line to `--output` and is skipped where its line is there.
 """
 
 import argparse
 import logging
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from lines import Lines
 from perplexity import BASIC, ROUNDED, SEEDS, TAUGHT, Run, Settings, Study
 from report_study import paired
 
-SETTINGS = replace(Settings(), steps=200, further_steps=40)
 ARMS = (ROUNDED, BASIC, TAUGHT)
 HALVES = {"quantize_algo": {"scale_dtype": "bfloat16"}}
 # What each is quantized with, and bits for each weight with those of the scales.
@@ -82,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run what is missing, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of the further steps")
-    parser.add_argument("--model_dir", type=Path, default=Path("runs/fp4"))
+    parser.add_argument("--model_dir", type=Path, default=Path("runs/perplexity"))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "fp4.jsonl")
     parser.add_argument("--report", action="store_true", help="print the table of the lines that are there, and stop")
     args = parser.parse_args(argv)
@@ -94,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     torch.set_num_threads(1)
     logging.getLogger("moq_hf").setLevel(logging.ERROR)
-    study = Study(SETTINGS, args.model_dir)
+    study = Study(Settings(), args.model_dir)
     for run in runs(args.rate):
         if not lines.has(**perplexity.identity(study, run)):
             line = perplexity.execute(study, run)
