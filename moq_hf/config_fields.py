@@ -30,7 +30,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from .errors import listed, show, show_key
+from .errors import show, show_key
 from .grid import (
     FP4,
     FP4_BITS,
@@ -748,17 +748,12 @@ class ConfigFields:
                 yield f"{where}: {text}"
 
     def _format_fault(self, size: int) -> str | None:
-        is_right = {
-            "quantize_bits.target_bits": self.targets == (FP4_BITS,),
-            "quantize_group_size": self.group_size == size,
-            "quantize_algo.q_type": self.symmetric,
-        }
-        wrong = [path for path, right in is_right.items() if not right]
-        if not wrong:
+        given = self.targets, self.group_size, self.symmetric
+        if given == ((FP4_BITS,), size, True):
             return None
         return (
-            f"quantize_format: {self.format} is symmetric, of {FP4_BITS} bits in groups of {size}, which need not be "
-            f"given; leave out {listed(wrong)}"
+            f"quantize_format: {self.format} is symmetric, of {FP4_BITS} bits in groups of {size}; leave out "
+            "quantize_bits.target_bits, quantize_group_size and quantize_algo.q_type"
         )
 
     def _bits_conflicts(self) -> Iterator[str]:

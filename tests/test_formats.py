@@ -27,7 +27,7 @@ def as_stored(spec: EncodeSpec, values: Quantized, encoded: EncodedWeight) -> St
     return StoredWeight("w", layer, encoded.scheme, encoded.parts)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "mxfp4"])
 @pytest.mark.parametrize("at_load", [False, True])
 @pytest.mark.parametrize(("grouping", "kind", "bits"), list(itertools.product(GROUPINGS, KINDS, (2, 3, 4, 8))), ids=str)
 def test_what_was_written_is_read(form: str, at_load: bool, grouping: object, kind: dict[str, bool], bits: int) -> None:

@@ -37,7 +37,7 @@ class SharedScheme:
     row_size: int | None
     symmetric: bool
     takes_tables: bool
-    format: Format
+    format: Format = "int"
 
 
 @dataclass(frozen=True)
@@ -266,10 +266,9 @@ class StoredWeight(NamedTuple):
         # its least value.
         shows_bits = bool(((scale != 1) & (scale.abs() > 2.0**-24)).any())
         needs_fewer_bits = low <= lowest < highest <= high
-        if grid.is_fp4(bits):
-            # Small codes may be those of scales that are as small as can be.
-            return
-        if bits > 2 and shows_bits and needs_fewer_bits:
+        # Small codes that are floats may be those of scales that are as small as can be.
+        is_told = bits > 2 and not grid.is_fp4(bits)
+        if is_told and shows_bits and needs_fewer_bits:
             raise MoQError(
                 f"{self.where}: no code is beyond {high}, so they are of fewer than {bits} bits"
             )

@@ -214,11 +214,9 @@ def _as_stored(scale, DTYPE: constexpr):
         size = tl.clamp(size, 2.0**-24, 65504.0).to(tl.float16).to(float32)
     if DTYPE == "nvfp4":
         size = tl.clamp(size * 256.0, 2.0**-9, 448.0)
-        bits = _bits(size, int32)
-        normal = _bits((bits + 0x7FFFF + (bits >> 20 & 1)) & -1048576, float32)
-        # Below the smallest normal number of E4M3 its numbers are 2^-9 apart.
-        subnormal = size + 24576.0 - 24576.0
-        size = tl.where(size < 2.0**-6, subnormal, normal) * 2.0**-8
+        # Numbers of E4M3 are an eighth of a power of two apart, and 2^-9 at least.
+        step = tl.maximum(_bits(_bits(size, int32) & _EXPONENT, float32), 2.0**-6)
+        size = _round(tl.div_rn(size, step) * 8) * step * 2.0**-11
     if DTYPE == "mxfp4":
         # From 1.75 of a power of two on, the sum has the next exponent.
         size = _bits((_bits(size, int32) + (1 << 21)) & _EXPONENT, float32)

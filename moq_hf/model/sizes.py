@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..errors import MoQError, one_line
 from ..formats import mxfp4
 from ..formats.stored import MAX_PACKED_BITS, EncodeSpec
-from ..formats.table import FORMS, Layout, form_of
+from ..formats.table import FORMS, form_of
 from ..names import pretrained, without_fsdp, without_peft
 from ..processes import shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
@@ -47,8 +47,7 @@ class _Weight(NamedTuple):
         """Bits of a code in the files: `width`, which all packed codes share; None takes its own, 8 in a table."""
         spec = EncodeSpec.of(self.layer, self.is_table)
         # Experts of GPT-OSS have a layout of their own.
-        layout: Layout = "mxfp4" if mxfp4.fits(spec) else "packed"
-        form = FORMS[form_of(spec, layout)]
+        form = mxfp4 if mxfp4.fits(spec) else FORMS[form_of(spec, "packed")]
         if form.FORMAT is None:
             return self.full
         return width or form.WIDTH or spec.bits

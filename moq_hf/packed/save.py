@@ -446,14 +446,11 @@ class _Saving:
 
     def _is_gpt_oss(self) -> bool:
         """Whether there is a layout for the model's experts, which are all in MXFP4."""
-        experts = [x for x in self.layers.values() if x.kind == "experts_t"]
+        specs = (EncodeSpec.of(layer, False) for layer in self.layers.values())
         # It has no other parameters of three dimensions.
         every = sum(parameter.dim() == 3 for parameter in self.model.parameters())
-        return (
-            getattr(self.model.config, "model_type", None) == "gpt_oss"
-            and len(experts) == every > 0
-            and all(mxfp4.fits(EncodeSpec.of(x, False)) for x in experts)
-        )
+        model_type = getattr(self.model.config, "model_type", None)
+        return model_type == "gpt_oss" and sum(map(mxfp4.fits, specs)) == every > 0
 
     def _encode(self, encoder: Encoder) -> tuple[dict[str, Tensor], int]:
         """Return the tensors of the files by name, and the bytes of all that are no quantized weights.
