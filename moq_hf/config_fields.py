@@ -392,8 +392,7 @@ class ConfigFields:
     format: Annotated[
         Format,
         key(
-            "what codes of 4 bits are: integers, or floats with scales of their own, which go with no other target: "
-            "`mxfp4` in groups of 32, `nvfp4` in groups of 16",
+            "what codes of 4 bits are; `mxfp4` has groups of 32, `nvfp4` of 16, and neither another target",
             "quantize_format",
         ),
     ] = "int"
