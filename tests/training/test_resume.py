@@ -273,7 +273,7 @@ def test_a_state_of_a_newer_version_or_a_damaged_one_is_told(run: Path) -> None:
         (spoiled(state, "schedule"), "is damaged: schedule is missing"),
         (
             spoiled(state, "ratios", f"{block}.output.dense", value="Z!"),
-            r"ratios.bert.encoder.layer.0.output.dense must be 4 clipping ratios, letters from A to Q, not \"Z!\"",
+            r"ratios.bert.encoder.layer.0.output.dense must be 4 clipping ratios, letters from A to Y, not \"Z!\"",
         ),
         (spoiled(state, "schedule", "blocks", block, value=[1]), f"schedule.blocks.{block}.1 is missing"),
         (spoiled(state, "schedule", "steps", value=-1), "schedule.steps must be greater than or equal to 0, not -1"),
