@@ -12,7 +12,8 @@ seed is what every other arm of the seed begins with, and all of them train for 
 - MoQ: from 8 bits down to its bits within 0.3 of the further steps, period "auto".
 - taught: basic QAT with the float model as its teacher.
 
-Weights of all linear layers but the head have a scale per 32 columns; head and embedding table are float. Each run
+Weights of all linear layers but the head have a scale per 32 columns; head and embedding table are float. The other
+`GRIDS` are of 4 bits, without MoQ. Each run
 appends one line to `--output` and is skipped where its line is there. Perplexity is per token, over each token of the
 held-out modules but the first.
 """
@@ -35,7 +36,14 @@ from report_study import paired
 
 ROUNDED, ON, BASIC, MOQ, TAUGHT = "rounded", "float, trained on", "basic QAT", "MoQ", "taught"
 BITS, SEEDS = (4, 3, 2), (1, 2, 3)
-GROUP = {"quantize_group_size": 32}
+HALVES = {"quantize_algo": {"scale_dtype": "bfloat16"}}
+GRIDS: dict[str, dict[str, Any]] = {
+    "": {"quantize_group_size": 32},
+    "MXFP4, groups of 32": {"quantize_format": "mxfp4"},
+    "NVFP4, groups of 16": {"quantize_format": "nvfp4"},
+    "integers, groups of 32": {"quantize_group_size": 32, **HALVES},
+    "integers, groups of 16": {"quantize_group_size": 16, **HALVES},
+}
 
 
 @dataclass(frozen=True)
@@ -56,12 +64,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Run:
-    """One line of the study: an arm, at its bits, from a seed; `rate` is of the further steps."""
+    """One line of the study: an arm, at its bits on one of `GRIDS`, from a seed; `rate` is of the further steps."""
 
     arm: str
     bits: int
     seed: int
     rate: float
+    grid: str = ""
 
     def config(self) -> dict[str, Any] | None:
         """What the weights are quantized with, or None for float."""
@@ -73,7 +82,7 @@ class Run:
             "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 0, "deadline": 0.3}
             if falling
             else {"quantize_period": 1, "schedule_offset": 0},
-            **GROUP,
+            **GRIDS[self.grid],
         }
 
 
@@ -248,7 +257,8 @@ def execute(study: Study, run: Run) -> dict[str, Any]:
 
 def identity(study: Study, run: Run) -> dict[str, Any]:
     """What tells a line from others."""
-    return {**asdict(run), "settings": asdict(study.settings), "corpus": study.corpus.digest()}
+    own = {name: value for name, value in asdict(run).items() if value != ""}
+    return {**own, "settings": asdict(study.settings), "corpus": study.corpus.digest()}
 
 
 def runs(rate: float, seeds: Sequence[int] = SEEDS, arms: Sequence[str] | None = None) -> Iterator[Run]:
@@ -258,6 +268,9 @@ def runs(rate: float, seeds: Sequence[int] = SEEDS, arms: Sequence[str] | None =
         for bits in BITS:
             every.append(Run(ROUNDED, bits, seed, 0.0))
             every.extend(Run(arm, bits, seed, rate) for arm in (BASIC, MOQ, TAUGHT))
+        for grid in filter(None, GRIDS):
+            every.append(Run(ROUNDED, 4, seed, 0.0, grid))
+            every.extend(Run(arm, 4, seed, rate, grid) for arm in (BASIC, TAUGHT))
         yield from (run for run in every if arms is None or run.arm in arms)
 
 
@@ -271,27 +284,31 @@ class Found:
 
     def __init__(self, lines: Sequence[Mapping[str, Any]], rate: float) -> None:
         counted = [line for line in lines if line["settings"] == asdict(Settings()) and line["seed"] in SEEDS]
-        self.lines: dict[tuple[str, int], dict[int, Mapping[str, Any]]] = {}
+        self.lines: dict[tuple[str, int, str], dict[int, Mapping[str, Any]]] = {}
         for run in runs(rate, SEEDS[:1]):
-            wanted = (run.arm, run.bits, run.rate)
-            own = [line for line in counted if (line["arm"], line["bits"], line["rate"]) == wanted]
-            self.lines[run.arm, run.bits] = {line["seed"]: line for line in own}
+            wanted = (run.arm, run.bits, run.rate, run.grid)
+            own = [
+                line for line in counted if (line["arm"], line["bits"], line["rate"], line.get("grid", "")) == wanted
+            ]
+            self.lines[run.arm, run.bits, run.grid] = {line["seed"]: line for line in own}
 
-    def of(self, arm: str, bits: int) -> dict[int, float]:
+    def of(self, arm: str, bits: int, grid: str = "") -> dict[int, float]:
         """Perplexity by seed."""
-        return {seed: line["perplexity"] for seed, line in self.lines[arm, bits].items()}
+        return {seed: line["perplexity"] for seed, line in self.lines.get((arm, bits, grid), {}).items()}
 
-    def against(self, arm: str, bits: int, other: str) -> str:
+    def against(self, arm: str, bits: int, other: str, grid: str = "") -> str:
         """The paired difference in perplexity to a float arm, or to another one of the same bits, in percent of it."""
-        ours, theirs = self.of(arm, bits), self.of(other, 32 if other in ("float", ON) else bits)
+        ours, theirs = self.of(arm, bits, grid), self.of(other, 32 if other in ("float", ON) else bits)
         share = {seed: 100 * value / theirs[seed] for seed, value in ours.items() if seed in theirs}
         return paired(share, dict.fromkeys(share, 100.0))
 
     def summary(self) -> str:
-        """A Markdown table of the differences to the float model of as many steps, a number of bits a line."""
+        """A Markdown table of the differences to the float model of as many steps, a grid a line."""
         arms = {ROUNDED: "float", BASIC: ON, MOQ: ON, TAUGHT: ON}
         rows = [["bits", *arms], ["---"] * (1 + len(arms))]
-        rows += [[str(bits), *(self.against(arm, bits, other) for arm, other in arms.items())] for bits in BITS]
+        names = {(bits, ""): str(bits) for bits in BITS} | {(4, grid): grid for grid in filter(None, GRIDS)}
+        for (bits, grid), name in names.items():
+            rows.append([name, *(self.against(arm, bits, other, grid) for arm, other in arms.items())])
         return markdown(rows)
 
 
