@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 
 from moq_hf import MoQError
 from moq_hf.export.compare import SENTENCES, Checkpoint, _tokenized, most_tokens
-from moq_hf.export.decoder import answer, inputs_after
+from moq_hf.export.decoder import inputs_after, with_cache
 from moq_hf.export.onnx import _traced
 
 SIZES = {
@@ -28,11 +28,13 @@ def test_what_lies_before_a_sliding_window_is_in_the_cache_too() -> None:
     model = hf.Gemma2ForCausalLM(config).eval()
     ids = torch.randint(3, 32, (1, 12))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = inputs_after(model, batch, 9)
+    past = [inputs.pop(name) for name in list(inputs) if "past" in name]
     with torch.no_grad():
-        inputs = inputs_after(model, batch, 9)
-        answered = answer(model, inputs)
         expected = model(**batch).logits[:, 9:]
-    assert {len(tensor[0, 0]) for name, tensor in inputs.items() if "past" in name} == {9}
+        with with_cache(model):
+            answered = model(**inputs, past_key_values=past)["logits"]
+    assert {len(tensor[0, 0]) for tensor in past} == {9}
     torch.testing.assert_close(answered, expected)
 
 

@@ -357,7 +357,9 @@ def test_wrong_arguments_are_one_error_and_an_unanswered_batch_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = quantize_model(bert(), FIXED)
-    with pytest.raises(MoQError, match="layout must be one of None, packed, unpacked, floats, gemma, got 'dense'"):
+    with pytest.raises(
+        MoQError, match="layout must be one of None, packed, unpacked, floats, gemma, mxfp4, got 'dense'"
+    ):
         save_quantized(model, tmp_path / "out", layout="dense")  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
     save_quantized(model, tmp_path / "out", inputs={})
