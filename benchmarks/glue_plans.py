@@ -13,7 +13,9 @@ STEPS = {"sst2": 250, "cola": 268, "mrpc": 115}  # Of an epoch of all rows.
 RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
 RESTART = "cosine_with_restarts"
 # Keys of a run that its identity leaves out at these values.
-LATER: dict[str, Any] = {"bf16": False, "warm_times": 1, "warm_decay": "linear", "averaged": False}
+LATER: dict[str, Any] = {
+    "bf16": False, "warm_times": 1, "warm_decay": "linear", "averaged": False, "held_out": False
+}  # fmt: skip
 # The same for float models of twice the epochs, on every task, by the plan "rates".
 LONG_RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 1e-4}
 OWN, LONG_OWN = -1.0, -2.0  # Stand for the task's of `RATES` and of `LONG_RATES`.
@@ -119,16 +121,18 @@ class Plan:
 
     Attributes:
         bf16: Computed in bfloat16.
+        held_out: Scored on the last eighth of the rows for training, which are then not trained on.
     """
 
     arms: tuple[Arm, ...]
     tasks: tuple[str, ...] = ("sst2", "cola", "mrpc")
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     bf16: bool = False
+    held_out: bool = False
 
     def run(self, arm: Arm, task: str, seed: int, rows: int | None = None) -> "Run":
         """One of its runs."""
-        return Run(arm, task, seed, rows, self.bf16)
+        return Run(arm, task, seed, rows, self.bf16, self.held_out)
 
 
 CHANNELS: dict[str, Any] = {"groups": "per channel"}
@@ -148,11 +152,26 @@ def taught(bits: int, groups: str, start: int = 0, deadline: float = 0.3, **more
     return ramp(start or bits, bits, deadline, name, options.pop("moq"), **options)
 
 
-def finished(bits: int, name: str, warm_times: float) -> Arm:
+def finished(bits: int, name: str, warm_times: float, **more: Any) -> Arm:
     """Taught by a float model of the learning rates of `LONG_RATES`, and at these."""
     moq = {"distillation": {"teacher": LONG_OWN, "labels": 1.0}}
     rates = {"learning_rate": LONG_OWN, "warm": LONG_OWN, "warm_times": warm_times}
-    return qat(bits, name, moq, groups="per channel, full", **rates)
+    return qat(bits, name, moq, groups="per channel, full", **rates, **more)
+
+
+# Ways to share out the same number of steps at 2 bits.
+SHARES = (
+    finished(2, "basic QAT, float first, float's rate", warm_times=1),
+    finished(2, "basic QAT, three quarters float first", warm_times=1.5, times=0.5),
+    qat(
+        2,
+        "basic QAT from the middle of a run, no teacher",
+        offset=0.5,
+        times=2,
+        learning_rate=LONG_OWN,
+        groups="per channel, full",
+    ),
+)
 
 
 def budget(measure: str) -> dict[str, Any]:
@@ -192,16 +211,13 @@ PLANS = {
         bf16=True,
     ),
     "fair": Plan((LONG,), tasks=("mrpc", "cola", "sst2"), bf16=True),
-    # What may close the gap to them at 2 bits: their learning rate for both phases, and one of them, finished, as start
-    # and teacher.
+    # What may close the gap to them at 2 bits: one of them, finished, as start and teacher, which takes half as many
+    # steps again.
     "gap": Plan(
-        (
-            finished(2, "basic QAT from a finished float model", warm_times=2),
-            finished(2, "basic QAT, float first, float's rate", warm_times=1),
-        ),
-        tasks=("mrpc", "cola", "sst2"),
-        bf16=True,
+        (finished(2, "basic QAT from a finished float model", warm_times=2),), tasks=("mrpc", "cola", "sst2"), bf16=True
     ),
+    # How to share out as many steps, chosen where nothing else is scored; then the five seeds of what was chosen.
+    "choose": Plan((LONG, *SHARES), tasks=("cola", "mrpc"), seeds=(11, 12), bf16=True, held_out=True),
     # 3 bits on average, chosen on the float model, and 3 bits throughout.
     "budgets": Plan(
         (
@@ -257,13 +273,14 @@ PLANS = {
 
 @dataclass(frozen=True)
 class Run:
-    """An arm on a task with a seed, on all `rows` of each set or the first ones; `bf16` computes in bfloat16."""
+    """An arm on a task with a seed, on all `rows` of each set or the first ones; see `Plan`."""
 
     arm: Arm
     task: str
     seed: int
     rows: int | None = None
     bf16: bool = False
+    held_out: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arm", self.arm.on(self.task))
@@ -275,7 +292,7 @@ class Run:
 
     def identity(self) -> dict[str, Any]:
         """What decides the outcome, in JSON types; `LATER` keys only where they are not as they were before."""
-        later = {name: getattr(self if name == "bf16" else self.arm, name) for name in LATER}
+        later = {name: getattr(self if hasattr(self, name) else self.arm, name) for name in LATER}
         return {
             "task": self.task,
             "seed": self.seed,

@@ -47,8 +47,16 @@ class Machine:
     encoded: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
 
-    def rows(self, task: str, split: str) -> list[dict[str, Any]]:
-        """Token ids and labels."""
+    def rows(self, run: Run, split: str) -> list[dict[str, Any]]:
+        """Token ids and labels; for validation in batches of alike lengths, which wastes no time on padding."""
+        rows = self._encoded(run.task, "train" if run.held_out else split)
+        if run.held_out:
+            kept = len(rows) * 7 // 8
+            rows = rows[:kept] if split == "train" else rows[kept:]
+        rows = rows[: run.rows]
+        return rows if split == "train" else sorted(rows, key=lambda row: len(row["input_ids"]))
+
+    def _encoded(self, task: str, split: str) -> list[dict[str, Any]]:
         from transformers import AutoTokenizer
 
         if (task, split) not in self.encoded:
@@ -57,14 +65,10 @@ class Machine:
             examples = [json.loads(line) for line in lines]
             texts = ([example[name] for example in examples] for name in TASKS[task].columns)
             encoded = self.tokenizer(*texts, truncation=True, max_length=LENGTH)
-            rows = [
+            self.encoded[task, split] = [
                 {**{name: encoded[name][row] for name in encoded}, "labels": example["label"]}
                 for row, example in enumerate(examples)
             ]
-            # Evaluated in batches of alike lengths, which wastes no time on padding.
-            self.encoded[task, split] = (
-                rows if split == "train" else sorted(rows, key=lambda row: len(row["input_ids"]))
-            )
         return self.encoded[task, split]
 
     def float_model(self, run: Run) -> Path:
@@ -86,7 +90,8 @@ def folder_of(run: Run) -> str:
     """The name of a float model's folder."""
     rows = "" if run.rows is None else f"-{run.rows}"
     kind = "" if run.arm.decay == "linear" else f"-{run.arm.decay}"
-    return f"{run.task}-{run.seed}-{run.arm.learning_rate:g}-{run.epochs:g}{rows}{kind}{'-bf16' * run.bf16}"
+    kind += "-bf16" * run.bf16 + "-held-out" * run.held_out
+    return f"{run.task}-{run.seed}-{run.arm.learning_rate:g}-{run.epochs:g}{rows}{kind}"
 
 
 class Mean(TrainerCallback):
@@ -168,7 +173,7 @@ def trainer_of(run: Run, here: Machine) -> Any:
 
     from moq_hf import MoQTrainer
 
-    train, validation = (here.rows(run.task, split)[: run.rows] for split in ("train", "validation"))
+    train, validation = (here.rows(run, split) for split in ("train", "validation"))
     arguments = TrainingArguments(
         tempfile.mkdtemp(prefix="glue-study-"),
         seed=run.seed,
@@ -295,7 +300,8 @@ def waiting(args: argparse.Namespace, lines: list[dict[str, Any]]) -> Iterator[R
         return run.key() in done and wanted <= quantized.get(run.key(), set())
 
     asked: set[str] = set()
-    for seed in args.seeds:
+    seeds = args.seeds or sorted({seed for name in args.plan for seed in PLANS[name].seeds})
+    for seed in seeds:
         for plan in (PLANS[name] for name in args.plan):
             for task in plan.tasks:
                 for arm in plan.arms:
@@ -319,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data_dir", type=Path, required=True)
     parser.add_argument("--plan", nargs="+", choices=PLANS, default=list(PLANS))
     parser.add_argument("--tasks", nargs="+", choices=EPOCHS, default=list(EPOCHS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the plans")
     parser.add_argument("--rows", type=int, help="only the first ones of each set, to try it")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--model_dir", type=Path, default=Path("runs/glue_study"))
