@@ -210,7 +210,7 @@ PLANS = {
         seeds=(1,),
         bf16=True,
     ),
-    "fair": Plan((LONG,), tasks=("mrpc", "cola", "sst2"), bf16=True),
+    "fair": Plan((replace(LONG, after=(4, 3, 2), after_groups=LOW_GRIDS),), tasks=("mrpc", "cola", "sst2"), bf16=True),
     # What may close the gap to them at 2 bits: one of them, finished, as start and teacher, which takes half as many
     # steps again.
     "gap": Plan(

@@ -129,19 +129,25 @@ def _start(model: str, data: Path, models: Path) -> None:
     _machine = Machine(model, data, models)
 
 
-def execute(run: Run) -> list[dict[str, Any]]:
-    """Train and evaluate; the lines to write: one, or for a float arm also those of its quantized copies."""
+def execute(run: Run, is_trained: bool) -> list[dict[str, Any]]:
+    """Train and evaluate; the lines to write: one, or for a float arm also those of its quantized copies.
+
+    Args:
+        run: What to do.
+        is_trained: Whether it is a float run whose model and line are there, so that only those of copies are missing.
+    """
     import torch
     from environment import machine, versions
 
     here = _machine
     assert here is not None
-    trainer = trainer_of(run, here)
+    trainer = trainer_of(run, here, is_trained)
     mean = Mean(trainer.model) if run.arm.averaged else None
     if mean is not None:
         trainer.add_callback(mean)
     began, cpu = time.perf_counter(), time.process_time()
-    trainer.train()
+    if not is_trained:
+        trainer.train()
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
     shutil.rmtree(trainer.args.output_dir, ignore_errors=True)
     shape = trainer.model.config
@@ -153,7 +159,7 @@ def execute(run: Run) -> list[dict[str, Any]]:
         "machine": {**machine(), "threads": torch.get_num_threads()},
     }
     timed = {"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)}
-    lines = [{**line_of(trainer, run), **timed, **common}]
+    lines = [] if is_trained else [{**line_of(trainer, run), **timed, **common}]
     if mean is not None:
         lines[0].pop("averaged")
         lines.append({**averaged(trainer, run, mean), **common})
@@ -165,8 +171,8 @@ def execute(run: Run) -> list[dict[str, Any]]:
     return lines
 
 
-def trainer_of(run: Run, here: Machine) -> Any:
-    """The trainer of a run, which writes to a folder of its own."""
+def trainer_of(run: Run, here: Machine, is_trained: bool = False) -> Any:
+    """The trainer of a run, which writes to a folder of its own; with the model that it ended with, if there is one."""
     import torch
     from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, TrainingArguments, set_seed
     from transformers.trainer_callback import PrinterCallback
@@ -196,6 +202,8 @@ def trainer_of(run: Run, here: Machine) -> Any:
     set_seed(run.seed)
     teacher = run.teacher()
     source = here.float_model(teacher) if teacher is not None and run.arm.warm else here.model
+    if is_trained:
+        source = here.float_model(run)
     model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=len(TASKS[run.task].labels))
     config = copy.deepcopy(run.arm.config())
     if config is not None and teacher is not None and "distillation" in config:
@@ -335,6 +343,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = args.output.read_text(encoding="utf-8") if args.output.exists() else ""
     lines = [json.loads(line) for line in text.splitlines()]
     runs = list(waiting(args, lines))
+    done = {key_of(line) for line in lines if line["arm"] != "after training"}
     if args.list:
         for run in runs:
             print(run.task, run.seed, run.arm.name, run.arm.bits, run.arm.groups, f"{run.arm.learning_rate:g}")
@@ -350,7 +359,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             ready = [run for run in queue if run.teacher() is None or run.teacher().key() not in trained]
             for run in ready[: args.processes - len(pending)]:
                 queue.remove(run)
-                pending[pool.submit(execute, run)] = run
+                is_trained = run.key() in done and (args.model_dir / folder_of(run)).exists()
+                pending[pool.submit(execute, run, is_trained)] = run
             finished, _ = concurrent.futures.wait(pending, return_when="FIRST_COMPLETED")
             for future in finished:
                 run = pending.pop(future)
@@ -358,16 +368,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 new = future.result()
                 with args.output.open("a", encoding="utf-8") as file:
                     file.writelines(f"{json.dumps(line)}\n" for line in new)
-                print(
-                    run.task,
-                    run.seed,
-                    run.arm.name,
-                    run.arm.bits,
-                    f"{run.arm.learning_rate:g}",
-                    new[0]["metrics"],
-                    new[0]["seconds"],
-                    flush=True,
-                )
+                told = (run.task, run.seed, run.arm.name, run.arm.bits, f"{run.arm.learning_rate:g}", new[0]["metrics"])
+                print(*told, flush=True)
 
 
 if __name__ == "__main__":
