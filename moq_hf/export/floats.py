@@ -7,6 +7,7 @@ from ..errors import MoQError
 from ..packed.files import ADAPTER, copy_tokenizer, new_path, staged
 from ..packed.load_check import quiet
 from ..packed.verify import verify_quantized
+from ..seams.transformers import original_format
 from .compare import load_floats
 
 
@@ -39,6 +40,11 @@ def export_floats(
     with quiet():
         model = load_floats(folder, dtype="auto")
         with staged(target) as staging:
-            model.save_pretrained(staging)
+            # In its own way transformers would give unpacked experts the names of packed
+            # ones.
+            tensors = original_format(model, model.state_dict())
+            model.save_pretrained(
+                staging, state_dict=tensors, save_original_format=False
+            )
             copy_tokenizer(folder, staging)
     return Path(out)

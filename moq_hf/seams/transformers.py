@@ -305,15 +305,19 @@ def original_format(
     """A model's tensors under the names of its files, which servers know: as `save_pretrained` writes them by default.
 
     Relies on: `core_model_loading.revert_weight_conversion`, which hands on a tensor
-    that is only renamed.
+    that is only renamed, and the names of the operations in
+    `PreTrainedModel._weight_conversions`.
     Breaks: Saving would fail; or vLLM and SGLang not find the weights of models whose
     names transformers 5 changed.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    # What was loaded packed would be taken apart by how its packed tensors were put
-    # together.
-    named: Any = model if packed_loader(model) is None else as_constructed(model)
+    # What was loaded packed, or was unpacked while loading, would be taken apart by how
+    # its packed tensors were put together.
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    operations = str([getattr(each, "operations", ()) for each in conversions])
+    is_own = packed_loader(model) is None and "Dequantize" not in operations
+    named: Any = model if is_own else as_constructed(model)
     found: dict[str, Tensor] = revert_weight_conversion(named, dict(tensors))
     return found
 
@@ -368,7 +372,7 @@ def matrices_in_files(
 
     numbers = torch.arange(experts * rows, device="cpu").view(experts, rows, 1)
     found: dict[str, Tensor] = revert_weight_conversion(
-        cast(Any, as_constructed(model)), {parameter: numbers}
+        as_constructed(model), {parameter: numbers}
     )
     return found
 
