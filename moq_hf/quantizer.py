@@ -17,7 +17,7 @@ rounding is half to even, and the result is cast once. With b bits:
 MXFP4 and NVFP4 have the numbers of E2M1 for codes, here twice their values: 0, 1, 2, 3, 4, 6, 8 and 12 with a sign,
 where zero has none. So a scale is half of that in the files. e rounds to the nearest of them, a tie to the even one
 (0, 2, 4, 8): 1 apart below 4, 2 apart below 8, then 4. p(y) is the power of two at or below y, or above it from 1.75 of
-that on, where less would clip more. E4M3 rounds half to even, from 2^-9 to 448; the scale of the whole tensor, 2^-7 in
+that on, where less would clip more; it is 2^127 at most, so that no weight is Inf. E4M3 rounds half to even, from 2^-9 to 448; the scale of the whole tensor, 2^-7 in
 the files, is one for every layer, so that fused layers share it: group scales are exact to four bits from 2^-14 to 7 / 4,
 and weights beyond 21 are clipped. Since both scales are powers of two but for the four bits, each weight is exact in
 bfloat16.
@@ -446,7 +446,18 @@ def _codes(
     if offset is not None and not grid.is_uniform(bits):
         return out.copy_(x.to(torch.float32).abs() > offset).copysign_(x)
     torch.div(x, scale, out=out)
-    _round(out, noise, grid.is_fp4(bits))
+    steps = None
+    if grid.is_fp4(bits):
+        # How far apart codes are: neither a product nor a quotient with it is rounded.
+        size = out.abs()
+        steps = torch.ones_like(size).masked_fill_(size >= 4, 2.0)
+        out.div_(steps.masked_fill_(size >= 8, 4.0))
+    if noise is None:
+        out.round_()
+    else:
+        out.add_(noise).floor_()
+    if steps is not None:
+        out.mul_(steps)
     if offset is not None:
         out.add_(offset)
     return out.clamp_(*grid.limits(bits))
@@ -466,22 +477,6 @@ def _on_grid(
     if offset is not None and not grid.symmetric:
         out.sub_(offset)
     return out.mul_(scale)
-
-
-def _round(quotients: Tensor, noise: Tensor | None, to_fp4: bool) -> None:
-    """Round in place, to integers or to twice the numbers of E2M1; with random numbers, stochastically."""
-    # How far apart codes are: neither a product nor a quotient with it is rounded.
-    steps = None
-    if to_fp4:
-        size = quotients.abs()
-        steps = torch.ones_like(size).masked_fill_(size >= 4, 2.0)
-        quotients.div_(steps.masked_fill_(size >= 8, 4.0))
-    if noise is None:
-        quotients.round_()
-    else:
-        quotients.add_(noise).floor_()
-    if steps is not None:
-        quotients.mul_(steps)
 
 
 def _mean(magnitude: Tensor, count: int | Tensor) -> Tensor:
@@ -529,7 +524,7 @@ def _as_stored(scale: Tensor, bits: int, grid: Grid) -> Tensor:
     if format == "mxfp4":
         # From 1.75 of a power of two on, the sum has the next exponent.
         raised = scale.view(torch.int32) + (1 << 21)
-        power = (raised & 0x7F800000).view(torch.float32)
+        power = (raised & 0x7F800000).view(torch.float32).clamp_(max=2.0**124)
         return torch.where(scale.isfinite(), power, scale)
     if format == "nvfp4":
         dtype, unit = torch.float8_e4m3fn, FP4[format].unit
@@ -548,7 +543,6 @@ def _as_stored(scale: Tensor, bits: int, grid: Grid) -> Tensor:
 
 def _best_ratio(x: Tensor, bits: int, grid: Grid) -> Tensor:
     """Search the ratios `[groups, 1]` of float32 groups `[groups, elements]`; see `least_squares_ratio`."""
-    least, most = grid.limits(bits)
     buffer = torch.empty_like(x)
     low, high = _range(x, bits, grid)
     best = torch.ones_like(high)
@@ -558,13 +552,8 @@ def _best_ratio(x: Tensor, bits: int, grid: Grid) -> Tensor:
         # number in another precision.
         ratio = torch.full_like(high, value)
         scale, zero = _uniform_scale(low, high, bits, grid, ratio)
-        _round(torch.div(x, scale, out=buffer), None, grid.is_fp4(bits))
-        if zero is None:
-            buffer.clamp_(least, most)
-        else:
-            buffer.add_(zero).clamp_(least, most).sub_(zero)
-        buffer.mul_(scale).sub_(x).square_()
-        error = buffer.sum(1, keepdim=True, dtype=torch.float64)
+        squares = _on_grid(x, bits, grid, scale, zero, None, buffer).sub_(x).square_()
+        error = squares.sum(1, keepdim=True, dtype=torch.float64)
         best = torch.where(error < best_error, value, best)
         best_error = torch.fmin(best_error, error)
     return best

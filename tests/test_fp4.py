@@ -103,6 +103,15 @@ def test_weights_beyond_either_end(name: Format) -> None:
     assert not quantizer.fake_quantize(weight * 2.0**-100 * 1e-10, 4, grid_of(name))[1].any()
 
 
+def test_no_weight_becomes_infinite() -> None:
+    """From 1.75 of 2^127 on the next exponent would have a code beyond the numbers of float32."""
+    most = torch.finfo(torch.float32).max
+    weight = torch.tensor([[most, -most, 1e38, -2e38] * 8, [2.0**127, -1.74 * 2.0**127, 0.0, 1e38] * 8])
+    found, scale = quantizer.fake_quantize_with_scale(weight, 4, grid_of("mxfp4"))
+    assert scale.flatten().tolist() == [2.0**124, 2.0**124]
+    assert found[0, :4].tolist() == [1.5 * 2.0**127, -1.5 * 2.0**127, 0.5 * 2.0**127, -1.0 * 2.0**127]
+
+
 @FORMATS
 def test_the_search_finds_the_least_squares(name: Format) -> None:
     torch.manual_seed(0)

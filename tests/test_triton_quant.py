@@ -194,6 +194,8 @@ def test_codes_that_are_floats(name: Format, stochastic: bool) -> None:
         assert agrees(given, 4, grid, seed=SEED, ratio=ratio, blend=0.3, dtype=torch.float32)
         # Before the last drop codes are integers.
         assert agrees(given, 5, grid, seed=SEED, ratio=ratio.clamp(max=1.0))
+    weight[24] = torch.finfo(torch.float32).max
+    assert agrees(weight.to(DEVICE), 4, grid, seed=SEED)
     weight[3, 5] = torch.nan
     weight[9, 5] = -torch.inf
     assert agrees(weight.to(DEVICE), 4, grid, seed=SEED)

@@ -219,5 +219,6 @@ def _as_stored(scale, DTYPE: constexpr):
         size = _round(tl.div_rn(size, step) * 8) * step * 2.0**-11
     if DTYPE == "mxfp4":
         # From 1.75 of a power of two on, the sum has the next exponent.
-        size = _bits((_bits(size, int32) + (1 << 21)) & _EXPONENT, float32)
+        raised = (_bits(size, int32) + (1 << 21)) & _EXPONENT
+        size = tl.minimum(_bits(raised, float32), 2.0**124)
     return tl.where(is_finite, tl.where(scale < 0, -size, size), scale)
