@@ -29,6 +29,7 @@ from ..formats.stored import (
     StoredLayer,
 )
 from ..formats.table import FORMS, FP4_NEEDS, NEEDS, Layout, form_of, has_codes
+from ..grid import Format
 from ..model.inventory import FUSED, Inventory, is_linear
 from ..names import plain_name
 from ..processes import device_of, shape_of
@@ -135,19 +136,13 @@ class Encoder:
         width = max([2, *(layers[name].moq.bits for name in same_width)])
         for name in same_width:
             self._specs[name] = replace(self._specs[name], width=width)
-        self.dtypes = {
-            str(layers[name].weight.dtype).removeprefix("torch.")
-            for name, form in self.forms.items()
-            if has_codes(form)
-        }
-        scales = {layer.moq.grid.scale_dtype for layer in layers.values()}
-        # Scales are loaded in the model's dtype: a narrower one than theirs would round
-        # them.
-        self.dtype = (
-            next(iter(scales))
-            if layout in (*_WITH_INPUTS, "mxfp4") and self.dtypes == scales
-            else "float32"
-        )
+        coded = [self._specs[n] for n, form in self.forms.items() if has_codes(form)]
+        self.dtypes = {_name_of(spec.dtype) for spec in coded}
+        scales = {_name_of(spec.scale_dtype) for spec in coded if spec.format == "int"}
+        # Scales of integers are loaded in the model's dtype: a narrower one than theirs
+        # would round them.
+        dtypes = self.dtypes | scales
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
 
     @property
     def is_asymmetric(self) -> bool:
@@ -438,6 +433,14 @@ class Encoder:
             "quantization_status": "compressed",
             "ignore": ignore,
         }
+
+
+def _formats_of(layers: Iterable[QuantLayer]) -> set[Format]:
+    return {layer.moq.grid.format_at(layer.moq.bits) for layer in layers}
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def matrix_names(

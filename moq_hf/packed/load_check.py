@@ -312,7 +312,7 @@ class ReferenceOutputs:
         return loaded.to(self._device).eval()
 
     def _cast(self, loaded: nn.Module) -> None:
-        """Give a model in a half dtype its dtype: packed weights are loaded in float32."""
+        """Give a model in a half dtype its dtype: packed weights of integers are loaded in float32."""
         if all(p.dtype == torch.float32 for p in self.model.parameters()):
             return
         with quiet(), torch.no_grad(), torch.random.fork_rng():
@@ -324,7 +324,7 @@ class ReferenceOutputs:
             # the inputs.
             weight = expected.get(f"{name.rpartition('.')[0]}.weight")
             other = expected.get(name, weight)
-            if other is not None and tensor.is_floating_point():
+            if other is not None and tensor.dtype == torch.float32:
                 tensor.data = tensor.data.to(other.dtype)
 
 
