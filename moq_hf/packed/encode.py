@@ -123,6 +123,11 @@ class Encoder:
             raise MoQError(
                 f"layout gemma has no place for {shortened(unfit)}: it {gemma.LEGAL}"
             )
+        if layout == "mxfp4" and layout not in self.forms.values():
+            raise MoQError(
+                "layout mxfp4 is that of GPT-OSS, whose experts must be in MXFP4 (quantize_format); without it a "
+                "layout is found for any model"
+            )
         packed = [n for n, form in self.forms.items() if form in ("packed", "gemma")]
         self._matrices = {
             name: self._specs[name].matrices or ()
