@@ -181,8 +181,8 @@ class Encoder:
             for n, layer in self.layers.items()
             if n not in self.tables
             and (layer.kind == "linear" or is_experts(layer.kind))
-        ]
-        grids = [layer.moq.grid for layer in linears or self.layers.values()]
+        ] or list(self.layers.values())
+        grids = [layer.moq.grid for layer in linears]
         # Layers of other groups repeat their scales: `overrides` may say any.
         row_size = math.gcd(*(grid.grouping.row_size or 0 for grid in grids)) or None
         bits_of: dict[bool, list[int]] = {True: [0], False: [0]}
@@ -197,8 +197,8 @@ class Encoder:
         # bits.
         growth = (widest - width) * numbers[False]
         saved = (8 * torch.float32.itemsize - widest) * numbers[True]
-        formats = {layer.moq.grid.format_at(layer.moq.bits) for layer in linears}
-        format = formats.pop() if len(formats) == 1 else "int"
+        format, *others = _formats_of(linears)
+        format = "int" if others else format
         return SharedScheme(row_size, grids[0].symmetric, growth <= saved, format)
 
     def _spec(
@@ -208,11 +208,12 @@ class Encoder:
         layer: QuantLayer,
         shared: SharedScheme | None,
     ) -> EncodeSpec:
-        matrices = (
-            matrix_names(model, name, shape_of(layer.float_weight))
-            if layer.kind == "experts"
-            else None
-        )
+        matrices = None
+        if layer.kind == "experts":
+            same = [each for each in self.layers.values() if each.kind == "experts"]
+            # They have one scheme in the files.
+            if len(_formats_of(same)) == 1:
+                matrices = matrix_names(model, name, shape_of(layer.float_weight))
         in_float = self.layout == "gemma" and (
             layer.kind not in ("linear", "conv1d", "embedding")
             or name in self.tied

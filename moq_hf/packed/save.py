@@ -445,12 +445,10 @@ class _Saving:
         return ["packed", "unpacked", "floats"]
 
     def _is_gpt_oss(self) -> bool:
-        """Whether there is a layout for the model's experts, which are all in MXFP4."""
+        """Whether the model has experts in MXFP4, and there is a layout for them."""
         specs = (EncodeSpec.of(layer, False) for layer in self.layers.values())
-        # It has no other parameters of three dimensions.
-        every = sum(parameter.dim() == 3 for parameter in self.model.parameters())
-        model_type = getattr(self.model.config, "model_type", None)
-        return model_type == "gpt_oss" and sum(map(mxfp4.fits, specs)) == every > 0
+        is_of_its_type: bool = self.model.config.model_type == "gpt_oss"
+        return is_of_its_type and any(map(mxfp4.fits, specs))
 
     def _encode(self, encoder: Encoder) -> tuple[dict[str, Tensor], int]:
         """Return the tensors of the files by name, and the bytes of all that are no quantized weights.

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moq_hf import MoQError, quantize_model, save_quantized, verify_quantized
+from moq_hf.export.floats import export_floats
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.files import SINGLE
 
@@ -21,6 +22,9 @@ MODELS: dict[str, Any] = {
     "Llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)),
     "Qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**DECODER, head_dim=16)),
     "BERT": lambda: hf.BertForSequenceClassification(hf.BertConfig(**TEXT)),
+    "T5": lambda: hf.T5EncoderModel(
+        hf.T5Config(vocab_size=64, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4)
+    ),
     "Mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**DECODER, num_local_experts=4)),
     "Qwen3-MoE": lambda: hf.Qwen3MoeForCausalLM(
         hf.Qwen3MoeConfig(**DECODER, head_dim=16, num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2)
@@ -46,10 +50,12 @@ CASES = [
     ("Llama", "nvfp4", torch.bfloat16, "packed"),
     # Packed codes would be unpacked in bfloat16, in a float32 model.
     ("Llama", "nvfp4", torch.float32, "unpacked"),
+    ("Llama", "mxfp4", torch.float16, "unpacked"),
     ("Qwen3", "mxfp4", torch.float32, "unpacked"),
     ("Qwen3", "nvfp4", torch.bfloat16, "packed"),
     ("BERT", "mxfp4", torch.bfloat16, "packed"),
     ("BERT", "nvfp4", torch.float32, "unpacked"),
+    ("T5", "nvfp4", torch.bfloat16, "unpacked"),
     ("Mixtral", "mxfp4", torch.bfloat16, "packed"),
     ("Qwen3-MoE", "mxfp4", torch.bfloat16, "packed"),
     ("GPT-OSS", "mxfp4", torch.bfloat16, "mxfp4"),
@@ -108,8 +114,10 @@ def test_what_transformers_does_not_load_packed_is_floats_on_the_grid(
     assert "experts in NVFP4" in caplog.text
     found = verify_quantized(tmp_path / "nvfp4", model, inputs={"input_ids": IDS})
     assert found.proof is not None and found.proof.agrees
-    model = saved(tmp_path / "float32", "Mixtral", "mxfp4", torch.float32)
-    assert verify_quantized(tmp_path / "float32", model).state["layout"] == "floats"
+    for dtype in (torch.float32, torch.float16):
+        model = saved(tmp_path / str(dtype), "Mixtral", "mxfp4", dtype)
+        found = verify_quantized(tmp_path / str(dtype), model)
+        assert found.state["layout"] == "floats" and found.proof is not None and found.proof.agrees
 
 
 def test_blocks_of_eight_bits_beside_a_format(tmp_path: Path) -> None:
@@ -124,3 +132,58 @@ def test_blocks_of_eight_bits_beside_a_format(tmp_path: Path) -> None:
         found = verify_quantized(folder, model)
         assert found.proof is not None and found.proof.agrees
         assert {n.split(".")[2] for n, layer in found.layers.items() if layer.stored == "dense"} == floats
+
+
+def test_experts_of_eight_bits_beside_experts_in_a_format(tmp_path: Path) -> None:
+    """All packed experts have one scheme in the files, so that these are floats until the last drop."""
+    override = {"overrides": {"*.layers.0.mlp.experts.*": {"start_bits": 8}}}
+    model = saved(tmp_path, "Mixtral", "mxfp4", **override)
+    found = verify_quantized(tmp_path, model)
+    assert found.proof is not None and found.proof.agrees
+    stored = {(layer.stored, layer.format) for n, layer in found.layers.items() if "experts" in n}
+    assert stored == {("dense", "int"), ("dense", "mxfp4")}
+    assert {layer.stored for n, layer in found.layers.items() if "experts" not in n} == {"packed"}
+
+
+def test_experts_of_gpt_oss_that_are_not_all_in_mxfp4(tmp_path: Path) -> None:
+    model = saved(tmp_path, "GPT-OSS", "mxfp4", overrides={"*.layers.0.*": {"start_bits": 8}})
+    found = verify_quantized(tmp_path, model)
+    assert found.state["layout"] == "mxfp4" and found.proof is not None and found.proof.agrees
+    stored = {name: layer.stored for name, layer in found.layers.items() if "experts" in name}
+    assert [stored[f"model.layers.{k}.mlp.experts.down_proj"] for k in (0, 1)] == ["dense", "mxfp4"]
+
+
+def test_the_layout_of_gpt_oss_is_refused_for_other_models(tmp_path: Path) -> None:
+    model = quantize_model(MODELS["Llama"](), {"quantize_format": "mxfp4"})
+    with pytest.raises(MoQError, match="layout mxfp4 is that of GPT-OSS, whose experts must be in MXFP4"):
+        save_quantized(model, tmp_path, layout="mxfp4")
+
+
+def test_a_scale_dtype_is_for_integers(tmp_path: Path) -> None:
+    model = saved(tmp_path, "Llama", "nvfp4", quantize_algo={"scale_dtype": "float32"})
+    assert verify_quantized(tmp_path, model).state["layout"] == "packed"
+
+
+def test_a_head_that_shares_the_table_of_conv1d_layers_is_packed(tmp_path: Path) -> None:
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2, n_positions=32))
+    quantize_model(model, {"quantize_format": "mxfp4", "quantize_heads": True})
+    found = verify_quantized(save_quantized(model, tmp_path, inputs={"input_ids": IDS}))
+    assert found.proof is not None and found.proof.agrees
+    assert {name: layer.stored for name, layer in found.layers.items()}["transformer.wte"] == "packed"
+
+
+@pytest.mark.parametrize("family", ["GPT-OSS", "Mixtral"])
+def test_experts_that_were_unpacked_while_loading_are_saved_again(tmp_path: Path, family: str) -> None:
+    """As floats, which any program reads, and on their grid again."""
+    hf.set_seed(0)
+    model = quantize_model(MODELS[family]().bfloat16(), {"quantize_format": "mxfp4"})
+    packed = save_quantized(model, tmp_path / "packed", layout="mxfp4" if family == "GPT-OSS" else "unpacked")
+    loaded = hf.AutoModelForCausalLM.from_pretrained(packed)
+    exported = export_floats(packed, tmp_path / "floats")
+    floats, report = hf.AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    for name, tensor in floats.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name])
+    again = save_quantized(quantize_model(loaded, {"quantize_format": "mxfp4"}), tmp_path / "again")
+    proof = verify_quantized(again, loaded, inputs={"input_ids": IDS}).proof
+    assert proof is not None and proof.agrees
