@@ -150,7 +150,7 @@ class Server:
     repacks: bool = False
     has_bytes: bool = False
     inputs: str = ""
-    formats: tuple[Format, ...] = ("int",)
+    formats: tuple[Format, ...] = ("int", "mxfp4", "nvfp4")
     classes: str = ""
     in_float: str = "$^"
     half_scales: bool = True
@@ -168,6 +168,11 @@ _WITHOUT = {
     "conv1d": ("it takes no Conv1D layers on a grid", "models of nn.Linear are served"),
     "experts": (
         "it takes no packed experts",
+        "name them in modules_to_not_convert",
+    ),
+    # Not the matrices of experts, which the packed layout has each by itself.
+    "expert": (
+        "it has no place for experts that are one tensor in the files",
         "name them in modules_to_not_convert",
     ),
     "embedding": (
@@ -191,7 +196,6 @@ _ENCODERS = (
     "BertModel BertForSequenceClassification BertForTokenClassification "
     "ModernBertModel ModernBertForSequenceClassification"
 )
-_FORMATS: tuple[Format, ...] = ("int", "mxfp4", "nvfp4")
 TRANSFORMERS = Server(
     "transformers",
     "transformers",
@@ -199,10 +203,9 @@ TRANSFORMERS = Server(
     range(1, 17),
     range(2, 17),
     half_scales=False,
-    formats=_FORMATS,
 )
 # Groups other than 32, 64 and 128, and bits other than 4 and 8, run on its Humming
-# kernels.
+# kernels. Floats of four bits are as its source has them: none was run with it.
 VLLM = Server(
     "vllm",
     "vLLM, CUDA",
@@ -214,8 +217,6 @@ VLLM = Server(
     # Conv1D is floats in the files.
     without=("embedding",),
     has_bytes=True,
-    # As its source has them: none was run with it.
-    formats=_FORMATS,
     inputs="its kernels leave inputs beside packed weights in float, all but Humming's",
     in_float=f"{_HEADS}|{_UNNAMED}",
     # benchmarks/results/served.json.
@@ -283,7 +284,7 @@ GGUF = Server(
     multiple=32,
     columns=32,
     repacks=True,
-    formats=_FORMATS,
+    without=("expert",),
     inputs="it rounds inputs in blocks of its own",
     in_float=r"(\.| )pooler\.dense$",
     # benchmarks/results/llamacpp.json.
@@ -309,7 +310,6 @@ ONNX = Server(
     # What torch.onnx.export cannot trace, and what takes neither texts nor pictures alone.
     classes=r"^(?!.*Head|XLNet|.*Mamba|Jamba|CLIP|Wav2Vec2|WavLM|Whisper).*(For(Sequence|Token|Image)Classification|ForCausalLM|Model)$",
     half_scales=False,
-    formats=_FORMATS,
     # The tests of the export.
     tried=f"{_ENCODERS} {_CAUSAL} DebertaV2ForSequenceClassification DistilBertForSequenceClassification "
     "RobertaForSequenceClassification T5EncoderModel ViTModel ViTForImageClassification ResNetForImageClassification "
@@ -419,25 +419,30 @@ def _unfit_kinds(
         "name them in modules_to_not_convert, beside the output heads",
     )
     for kind in server.without:
-        is_experts = kind == "experts"
         layers = [
             name
             for name, weight in weights
             if (weight.kind.startswith(kind) and weight.bits != FLOAT_BITS)
-            or (is_experts and not weight.is_float and ".experts." in name)
+            or (kind == "experts" and not weight.is_float and ".experts." in name)
         ]
         yield layers, *_WITHOUT[kind]
     if not server.fuses:
         return
+    grids = dict.fromkeys(model.floats, "floats")
+    grids |= {name: weight.grid() for name, weight in weights}
+    # Where no layer has codes the files have the names of each.
+    is_coded = {*grids.values()} != {"floats"}
     whole = [
-        name
-        for name in model.floats
-        if WHOLE_EXPERTS.search(f"{model.architecture} {name}")
+        n
+        for n, grid in grids.items()
+        if is_coded
+        and grid == "floats"
+        and WHOLE_EXPERTS.search(f"{model.architecture} {n}")
     ]
     instead = "experts on symmetric grids of up to 8 bits are served"
     yield whole, "it looks for each expert by its own name", instead
     instead = "all of them on the same grid, or all of them in float, are served"
-    for what, names in _unlike_siblings(model).items():
+    for what, names in _unlike_siblings(grids).items():
         yield names, f"it makes one layer of {what}", instead
 
 
@@ -496,10 +501,8 @@ def _misfits(
         yield odd, text, "name these in modules_to_not_convert"
 
 
-def _unlike_siblings(model: Description) -> dict[str, list[str]]:
+def _unlike_siblings(grids: Mapping[str, str]) -> dict[str, list[str]]:
     """Find layers that servers fuse into one although their grids differ, by what they are."""
-    grids = dict.fromkeys(model.floats, "floats")
-    grids |= {name: weight.grid() for name, weight in model.weights.items()}
     families: dict[tuple[str, str], list[str]] = {}
     for name in grids:
         block, is_expert, _ = name.partition(".experts.")
@@ -680,13 +683,16 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
             experts, rows, columns = matrix_of(module, parameter)
             whole = f"{name}.{parameter}"
             spec = _spec(inventory, config, whole, kind, (rows, columns), bits)
-            matrix = replace(planned(spec), kind="linear")
-            if whole in inventory.experts and matrix.packed:
+            weight = planned(spec)
+            if whole not in inventory.experts:
+                floats.add(saved(whole))
+            elif weight.packed:
+                matrix = replace(weight, kind="linear")
                 for index in range(experts):
                     weights[f"{saved(name)}.{index}.{parameter}"] = matrix
-            elif inventory.layers:
+            else:
                 # Beside packed layers, experts that are not split keep their name.
-                floats.add(saved(f"{name}.{parameter}"))
+                weights[saved(whole)] = weight
     for name, embedding in inventory.embeddings.items():
         rows, columns = shape_of(embedding.weight)
         weights[saved(name)] = Weight(

@@ -194,7 +194,14 @@ def test_experts_are_alike_and_called_by_their_own_names() -> None:
     assert reasons(alike, VLLM) == "" and "it takes no packed experts" in reasons(alike, VLLM_CPU)
     other = replace(alike, weights={**alike.weights, experts[1]: replace(WEIGHT, bits=8)})
     assert "one layer of all experts of a block (4 bits in groups of 128 and 8 bits" in reasons(other, VLLM)
-    whole = replace(model, floats=["model.layers.0.mlp.experts.gate_up_proj"])
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    unpacked = replace(model, weights={**model.weights, name: replace(WEIGHT, kind="experts", packed=False)})
+    assert "it looks for each expert by its own name" in reasons(unpacked, VLLM)
+    assert "it has no place for experts that are one tensor in the files" in reasons(unpacked, GGUF)
+    # The files have the names of each where no layer has codes.
+    assert reasons(replace(unpacked, weights={name: unpacked.weights[name]}), VLLM) == ""
+    whole = replace(model, floats=[name])
+    assert reasons(whole, GGUF) == reasons(model, GGUF)
     assert "it looks for each expert by its own name" in reasons(whole, VLLM)
     assert reasons(replace(whole, architecture="GptOssForCausalLM"), VLLM) == ""
 
@@ -444,6 +451,8 @@ def test_experts_are_asked_about_one_by_one() -> None:
         quantize_model(mixture(), moq(["vllm"], modules_to_not_convert=["experts", "lm_head"]))
     with pytest.raises(MoQError, match=r"looks for each expert by its own name .*down_proj"):
         quantize_model(mixture(), moq(["vllm"], quantize_type="asymmetric"))
+    with pytest.raises(MoQError, match=r"no place for experts that are one tensor in the files .*gate_up_proj"):
+        quantize_model(mixture(), moq(["llama.cpp"], quantize_type="asymmetric"))
 
 
 # ---- a folder
