@@ -746,21 +746,20 @@ class ConfigFields:
             for text in self._with(given_in(override))._bits_conflicts():
                 yield f"{where}: {text}"
 
-    def _format_fault(self, size: int) -> str | None:
+    def _format_fault(self) -> str | None:
+        own = FP4.get(self.format)
         given = self.targets, self.group_size, self.symmetric
-        if given == ((FP4_BITS,), size, True):
+        if own is None or given == ((FP4_BITS,), own.group_size, True):
             return None
         return (
-            f"quantize_format: {self.format} is symmetric, of {FP4_BITS} bits in groups of {size}; leave out "
+            f"quantize_format: {self.format} is symmetric, of {FP4_BITS} bits in groups of {own.group_size}; leave out "
             "quantize_bits.target_bits, quantize_group_size and quantize_algo.q_type"
         )
 
     def _bits_conflicts(self) -> Iterator[str]:
-        fp4 = FP4.get(self.format)
-        fault = None if fp4 is None else self._format_fault(fp4.group_size)
-        if fault is None:
-            budget = self.budget
-            fault = self._bits_fault() if budget is None else _budget_fault(budget)
+        budget = self.budget
+        of_bits = self._bits_fault() if budget is None else _budget_fault(budget)
+        fault = self._format_fault() or of_bits
         if fault is not None:
             yield fault
             return

@@ -269,14 +269,11 @@ class Blocks(NamedTuple):
 
     def raw(self) -> NDArray[np.uint8]:
         """The bytes of the blocks, `[rows, bytes]`."""
+        parts = [self.scale.view(np.uint8)]
+        codes = self.codes
         if self.kind == "Q8_0":
-            parts = [
-                self.scale.view(np.uint8),
-                self.codes.astype(np.int8).view(np.uint8),
-            ]
+            parts.append(codes.astype(np.int8).view(np.uint8))
         else:
-            parts = [self.scale.view(np.uint8)]
-            codes = self.codes
             if self.kind == "Q4_0":
                 codes = codes + 8
             if self.minimum is not None:
@@ -341,36 +338,35 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     exact = dequantize(*stored).numpy().reshape(codes.shape)
     scale = per_block(stored.scale)
     kind = kind_of(layer)
+    minimum = None
+    # The scale of a block of zeros does not matter.
+    used = exact.any(-1, keepdims=True)
     if fp4:
         numbers = np.searchsorted(_E2M1, np.abs(codes)) + 8 * (codes < 0)
         scales = torch.from_numpy(scale * fp4.unit).to(_FP4_SCALES[kind])
         packed = scales.view(torch.uint8).numpy()
         written = Blocks(kind, numbers.astype(np.int16), packed, None, 0.0)
-        # gguf does not multiply with the scale of the whole tensor.
-        read = written.values().reshape(codes.shape) * np.float32(2 / fp4.unit)
-        return written._replace(error=float(np.abs((read - exact) / scale).max()))
-    # The scale of a block of zeros does not matter.
-    used = exact.any(-1, keepdims=True)
-    with np.errstate(over="ignore"):
-        half = scale.astype(np.float16)
-        minimum = None
-        if stored.zero_point is not None:
-            # `stored_weights` gives codes and zero points that are less by half of the
-            # range.
-            shift = 2 ** (layer.bits - 1)
-            codes = codes + np.int16(shift)
-            minimum = (-(per_block(stored.zero_point) + shift) * scale).astype(
-                np.float16
+    else:
+        with np.errstate(over="ignore"):
+            half = scale.astype(np.float16)
+            if stored.zero_point is not None:
+                # `stored_weights` gives codes and zero points that are less by half of
+                # the range.
+                shift = 2 ** (layer.bits - 1)
+                codes = codes + np.int16(shift)
+                lowest = -(per_block(stored.zero_point) + shift) * scale
+                minimum = lowest.astype(np.float16)
+        misfits = ~np.isfinite(half) | (used & (half == 0))
+        if minimum is not None:
+            misfits |= ~np.isfinite(minimum)
+        if misfits.any():
+            raise MoQError(
+                f"{where}: a scale of {np.abs(scale[misfits]).max():.3g} does not fit GGUF's float16"
             )
-    misfits = ~np.isfinite(half) | (used & (half == 0))
-    if minimum is not None:
-        misfits |= ~np.isfinite(minimum)
-    if misfits.any():
-        raise MoQError(
-            f"{where}: a scale of {np.abs(scale[misfits]).max():.3g} does not fit GGUF's float16"
-        )
-    written = Blocks(kind, codes, half, minimum, 0.0)
-    errors = written.values().reshape(codes.shape) - exact
+        written = Blocks(kind, codes, half, minimum, 0.0)
+    # gguf does not multiply with the scale of the whole tensor.
+    whole = np.float32(2 / fp4.unit if fp4 else 1.0)
+    errors = written.values().reshape(codes.shape) * whole - exact
     steps = errors / np.where(used, scale, np.float32(np.inf))
     return written._replace(error=float(np.abs(steps).max()))
 

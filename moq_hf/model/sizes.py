@@ -44,13 +44,15 @@ class _Weight(NamedTuple):
         return self.numbers * (self.full if now == FLOAT_BITS else now)
 
     def saved(self, width: int | None) -> int:
-        """Bits of a code in the files: `width`, which all packed codes share; None takes its own, 8 in a table."""
+        """Its bits in the files, with its scales: `width` for all packed codes; None takes its own, 8 in a table."""
         spec = EncodeSpec.of(self.layer, self.is_table)
         # Experts of GPT-OSS have a layout of their own.
         form = mxfp4 if mxfp4.fits(spec) else FORMS[form_of(spec, "packed")]
         if form.FORMAT is None:
-            return self.full
-        return width or form.WIDTH or spec.bits
+            return self.numbers * self.full
+        bits = width or form.WIDTH or spec.bits
+        of_scale = self.full if spec.format == "int" else 8
+        return self.numbers * bits + self.scales * of_scale
 
 
 class ModelSizes:
@@ -136,15 +138,8 @@ class ModelSizes:
         many bits as the largest, whichever is less; see `has_one_width`.
         """
         width = self._widest if self.has_one_width else None
-        size = self._others_bits
-        for weight in self._weights:
-            bits = weight.saved(width)
-            size += weight.numbers * bits
-            if bits < weight.full:
-                state = weight.layer.moq
-                is_fp4 = state.grid.is_fp4(state.bits)
-                size += weight.scales * (8 if is_fp4 else weight.full)
-        return size / 8e6
+        size = sum(weight.saved(width) for weight in self._weights)
+        return (self._others_bits + size) / 8e6
 
     @property
     def has_one_width(self) -> bool:
@@ -154,8 +149,8 @@ class ModelSizes:
         bits, and then all codes have one width.
         """
         widest = self._widest
-        apart = sum(weight.numbers * weight.saved(None) for weight in self._weights)
-        alike = sum(weight.numbers * weight.saved(widest) for weight in self._weights)
+        apart = sum(weight.saved(None) for weight in self._weights)
+        alike = sum(weight.saved(widest) for weight in self._weights)
         return alike < apart
 
     @property

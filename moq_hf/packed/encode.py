@@ -611,8 +611,7 @@ def _needed(patterns: Sequence[str], members: Sequence[str]) -> list[str]:
     kept = list(patterns)
     for pattern in patterns:
         others = [other for other in kept if other != pattern]
-        matched = [name for name in members if _matches(name, [pattern])]
-        if all(_matches(name, others) for name in matched):
+        if all(_matches(n, others) for n in members if _matches(n, [pattern])):
             kept = others
     return kept
 

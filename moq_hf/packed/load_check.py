@@ -216,9 +216,7 @@ class ReferenceOutputs:
     def _compare_outputs(
         self, loaded: nn.Module, outputs: list[Tensor], tokens: Tensor | None
     ) -> tuple[bool | None, str | None, float | None]:
-        pairs = list(zip(self.outputs, outputs, strict=True))
-        distances = [distance(output, other) for output, other in pairs]
-        difference = max(distances, default=0.0)
+        difference = max(map(distance, self.outputs, outputs), default=0.0)
         same_tokens = self.tokens is None or (
             tokens is not None and torch.equal(tokens, self.tokens)
         )
@@ -230,7 +228,8 @@ class ReferenceOutputs:
             else "other tokens are generated"
         )
         is_small = same_tokens and all(
-            distance(a, b) <= ROUNDING * largest_value(a) for a, b in pairs
+            distance(a, b) <= ROUNDING * largest_value(a)
+            for a, b in zip(self.outputs, outputs, strict=True)
         )
         if any(map(is_apart, self.model.parameters())):
             # To compare the weights, the other processes would have to gather them.
