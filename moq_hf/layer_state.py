@@ -211,7 +211,7 @@ class LayerState:
         self, weight: Tensor, read: Callable[[Tensor], Tensor] = lambda values: values
     ) -> Tensor:
         """The float weight that is quantized, with what adapters add to it; see `MergedLora.merged`."""
-        return weight if self.lora is None else self.lora.merged(weight, read)
+        return self.lora.merged(weight, read) if self.lora else weight
 
     def quantized_weight(
         self, weight: Tensor, dtype: torch.dtype | None, training: bool
@@ -287,7 +287,7 @@ class LayerState:
             dtype: Of the result.
         """
         sources = [weight.detach(), self.ratio, self.bits, self.blend, self.seed]
-        if self.lora is not None:
+        if self.lora:
             sources += self.lora.parts()
         key = tuple(map(_identity, sources))
         kept = self.copies.get(dtype)

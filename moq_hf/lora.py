@@ -39,16 +39,19 @@ class MergedLora:
 
     def parts(self) -> list[Any]:
         """What a merged weight is made of, beside the weight: scalings and tensors, without a graph."""
-        parts = [part for lora in active_lora(self.wrapper) for part in lora]
-        return [p.detach() if isinstance(p, Tensor) else p for p in parts]
+        return [
+            part.detach() if isinstance(part, Tensor) else part
+            for lora in active_lora(self.wrapper)
+            for part in lora
+        ]
 
     # A compiled product may round otherwise than the one whose result is delivered.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def merged(self, weight: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
         """The weight with the active adapters in it, differentiable; the sum is formed in float32.
 
-        DoRA scales the rows of the sum to lengths that it learns. As in PEFT, those that
-        the rows have are constants for the gradient.
+        DoRA scales the rows of the sum so far, by lengths that it learns over those of
+        W + s B A. As in PEFT, the latter are constants for the gradient.
 
         Args:
             weight: The float weight of the adapted layer, as a forward pass has it.
@@ -65,14 +68,14 @@ class MergedLora:
                 # Copies, since where its factors lie in memory may decide in which order
                 # a product is summed.
                 factors = left.clone(), lora.scaling * right
-                if lora.magnitude is None:
-                    total = torch.addmm(total, *factors)
-                    continue
-                own = torch.addmm(rows, *factors)
-                axis = 0 if is_table else 1
-                length = own.detach().norm(dim=axis, keepdim=True)
-                wanted = read(lora.magnitude).to(dtype).flatten().unsqueeze(axis)
-                total = total + (own * (wanted / length) - rows)
+                total = torch.addmm(total, *factors)
+                if lora.magnitude is not None:
+                    with torch.no_grad():
+                        length = torch.addmm(rows, *factors).norm(
+                            dim=0 if is_table else 1, keepdim=True
+                        )
+                    wanted = read(lora.magnitude).to(dtype).view_as(length)
+                    total = total * (wanted / length)
         return from_rows(total, self.kind, weight.shape).to(weight.dtype)
 
 
@@ -86,14 +89,13 @@ def merge_adapters(model: nn.Module, merged: bool, adopts: bool = False) -> None
             and PEFT takes these for merged.
     """
     for wrapper in adapted_layers(model).values():
-        own = vars(wrapper)
-        if own.get("merge") is _refuse_merging:
+        if wrapper.merge is _refuse_merging:
             del wrapper.merge
-        if isinstance(own.get("forward"), MergedLora):
+        if isinstance(wrapper.forward, MergedLora):
             del wrapper.forward
-            if adopts:
+            if adopts and not wrapper.disable_adapters:
                 wrapper.merged_adapters[:] = wrapper.active_adapters
-        base = own["_modules"][ADAPTED]
+        base = getattr(wrapper, ADAPTED)
         if not isinstance(base, QuantLayer):
             continue
         if not merged:
@@ -114,4 +116,4 @@ def _refuse_merging(*args: Any, **kwargs: Any) -> None:
 def is_merged(model: nn.Module) -> bool:
     """Whether the adapters of a model are merged into its weights in each forward pass."""
     wrappers = adapted_layers(model).values()
-    return any(isinstance(vars(w).get("forward"), MergedLora) for w in wrappers)
+    return any(isinstance(wrapper.forward, MergedLora) for wrapper in wrappers)

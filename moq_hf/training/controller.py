@@ -416,8 +416,11 @@ class MoQController:
                 layer = self.layers[name]
                 if saved is None:
                     # The ratios of a frozen weight stay right.
-                    is_trained = layer.float_weight.requires_grad or layer.moq.lora
-                    if bits[block] != layer.moq.bits or is_trained:
+                    if (
+                        bits[block] != layer.moq.bits
+                        or layer.float_weight.requires_grad
+                        or layer.moq.lora
+                    ):
                         layer.set_bits(bits[block])
                     continue
                 layer.moq.bits = bits[block]

@@ -84,7 +84,7 @@ def _is_rounded(layer: QuantLayer) -> bool:
         isinstance(layer, nn.Linear | Conv1D)
         and layer.kind == layer.moq.kind
         and layer.float_weight.requires_grad
-        and layer.moq.lora is None
+        and not layer.moq.lora
     )
 
 

@@ -12,7 +12,7 @@ from stranger import outputs_of
 from torch import nn
 
 from moq_hf import MoQCallback, MoQConfig, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
-from moq_hf.model.convert import quant_layers
+from moq_hf.model.convert import quant_layers, quantized_layers
 from moq_hf.quantizer import fake_quantize, least_squares_ratio
 from moq_hf.training.controller import MoQController
 from moq_hf.training.measures import _squared_change
@@ -121,18 +121,24 @@ def test_evaluation_follows_the_adapters() -> None:
     assert all(not torch.equal(one, two) for index, one in enumerate(found) for two in found[:index])
 
 
-def add_other(model: Any) -> None:
+def add_other(model: Any, **settings: Any) -> None:
     """A second adapter, active beside the first."""
-    model.add_adapter("other", peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2))
+    settings = {"target_modules": ["q_proj"], "r": 2, **settings}
+    model.add_adapter("other", peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     randomize(model, 2)
     model.base_model.set_adapter(["default", "other"])
 
 
-def test_two_adapters_are_summed() -> None:
-    model = adapted("Llama", "causal LM", target_modules=["q_proj"])
-    add_other(model)
-    quantize_model(model, FIXED)
-    layer = model.base_model.model.model.layers[1].self_attn.q_proj.base_layer
+@pytest.mark.parametrize("target", ["c_attn", "wpe"])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+def test_two_adapters_are_summed(target: str, first: bool, second: bool) -> None:
+    """DoRA scales what the adapters before it have made of the weight, as in PEFT."""
+    settings = {"target_modules": [target], "fan_in_fan_out": True}
+    model = adapted("GPT-2", "causal LM", **settings, use_dora=first)
+    add_other(model, **settings, use_dora=second)
+    quantize_model(model, {**FIXED, "quantize_embeddings": 8})
+    [layer, *_] = [layer for name, layer in quantized_layers(model).items() if f"{target}.base_layer" in name]
     before, found = layer.float_weight.clone(), layer.whole_weight()
     model.merge_and_unload()
     assert not torch.equal(layer.float_weight, before)
@@ -237,6 +243,11 @@ def test_plain_layers_have_the_merged_weights() -> None:
     dequantize_model(model)
     assert torch.equal(outputs_of(model, inputs)[0], expected)
     assert torch.equal(outputs_of(model.merge_and_unload(), inputs)[0], expected)
+    model = quantize_model(adapted(), FIXED)
+    with model.disable_adapter():
+        # There are no adapters in these weights.
+        expected = outputs_of(model, inputs)[0]
+        assert torch.equal(outputs_of(dequantize_model(model), inputs)[0], expected)
     model = dequantize_model(quantize_model(adapted(), FIXED), weights="float")
     assert torch.equal(outputs_of(model, inputs)[0], outputs_of(adapted(), inputs)[0])
 
