@@ -19,10 +19,16 @@ from ..config_fields import given_in, matches
 from ..errors import MOST_FAULTS, MoQError, shortened
 from ..grid import Grid, Grouping, PerChannel, RowBlocks
 from ..inputs import inputs_out_of_reach
-from ..names import adapted_layers, is_below
+from ..names import adapted_layers, is_below, pretrained
 from ..processes import check_supported, is_partitioned
 from ..quant_experts import experts_parameters, matrix_of
-from ..seams.transformers import ADAPTED, active_lora, has_dora, lora_fault
+from ..seams.transformers import (
+    ADAPTED,
+    active_lora,
+    has_adapter,
+    has_dora,
+    lora_fault,
+)
 from ..serving import REQUIRED, check_served
 from .inventory import (
     CONVOLUTIONS,
@@ -492,10 +498,10 @@ def _check_adapters(inventory: Inventory) -> None:
             layers.
     """
     wrappers = adapted_layers(inventory.model)
-    if inventory.merged and not wrappers:
+    if inventory.merged and (not wrappers or has_adapter(pretrained(inventory.model))):
         raise MoQError(
-            'lora: "merged", and the model has no layer with PEFT\'s LoRA: call peft.get_peft_model before, or leave '
-            "the key out"
+            'lora: "merged", and the model is none of peft.get_peft_model with LoRA: call that before, or leave the '
+            "key out"
         )
     quantized = {*inventory.layers, *inventory.embeddings, *inventory.tied}
     # Where the adapters of each weight lie: PEFT can tie those of layers that share it.
@@ -507,16 +513,24 @@ def _check_adapters(inventory: Inventory) -> None:
         if not inventory.merged:
             if name in quantized and has_dora(wrapper):
                 fault = 'DoRA on quantized layers would compute something else after loading: set "lora": "merged"'
-        elif name not in quantized:
-            fault = "cannot be merged into what stays in float: quantize it, or take it out of target_modules"
-        elif (fault := lora_fault(wrapper)) is None:
-            parts = [part for lora in active_lora(wrapper) for part in (lora.a, lora.b)]
+        elif not (fault := lora_fault(wrapper)):
+            if name not in quantized:
+                fault = "cannot be merged into what stays in float: quantize it, or take it out of target_modules"
+            # Without their scalings.
+            parts = [
+                part
+                for lora in active_lora(wrapper)
+                for part in lora[1:]
+                if part is not None
+            ]
             place = {part.data_ptr() for part in parts}
             if places.setdefault(inventory.tied.get(name, name), place) != place:
-                fault = "two adapters of one weight: set ensure_weight_tying"
+                fault = (
+                    "two adapters of one weight: set ensure_weight_tying, without DoRA"
+                )
             if any(map(is_partitioned, parts)):
                 fault = "ZeRO-3 does not gather adapters for other modules: use FSDP2 or ZeRO-2"
-        if fault is not None:
+        if fault:
             wrong.setdefault(fault, []).append(name)
     if wrong:
         told = [f"{fault} ({shortened(names)})" for fault, names in wrong.items()]

@@ -695,7 +695,7 @@ def has_dora(module: nn.Module) -> bool:
     Breaks: DoRA on a quantized layer would not be refused, and compute something else
     after loading.
     """
-    return len(cast(Any, getattr(module, "lora_magnitude_vector", ()))) > 0
+    return bool(getattr(module, "lora_magnitude_vector", ()))
 
 
 class Lora(NamedTuple):
@@ -724,8 +724,8 @@ def active_lora(wrapper: Any) -> list[Lora]:
             a, b = wrapper.lora_embedding_A[name], wrapper.lora_embedding_B[name]
         else:
             a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
-        vectors = wrapper.lora_magnitude_vector
-        magnitude = vectors[name].weight if name in vectors else None
+        vector = wrapper.lora_magnitude_vector._modules.get(name)
+        magnitude = getattr(vector, "weight", None)
         found.append(Lora(wrapper.scaling[name], a, b, magnitude))
     return found
 
@@ -737,8 +737,16 @@ def lora_fault(wrapper: Any) -> str | None:
     which has an entry for what is not plain LoRA.
     Breaks: With `"lora": "merged"` something else would be trained than PEFT's LoRA.
     """
-    if not hasattr(wrapper, "lora_A"):
-        return f"{type(wrapper).__name__} of PEFT is not LoRA"
+    # XLoRA computes in place of LoRA's wrapper.
+    owner = getattr(wrapper.forward, "__self__", wrapper)
+    if not isinstance(getattr(owner, "lora_A", None), nn.ModuleDict):
+        return f"{type(owner).__name__} of PEFT is not LoRA"
+    if hasattr(wrapper, "parameter_name"):
+        return "target_parameters cannot be merged: adapt layers by target_modules"
+    if getattr(wrapper._modules[ADAPTED], "groups", 1) > 1:
+        return (
+            "a convolution with groups cannot be merged: take it out of target_modules"
+        )
     for name in wrapper.scaling:
         share = getattr(wrapper.lora_dropout[name], "p", 0.0)
         if share:
@@ -748,8 +756,7 @@ def lora_fault(wrapper: Any) -> str | None:
             )
         if wrapper.lora_bias.get(name):
             return "lora_bias trains a second bias: set it to False"
-        if name in wrapper.lora_variant and name not in wrapper.lora_magnitude_vector:
-            return (
-                f"{wrapper.lora_variant[name].__name__} is neither plain LoRA nor DoRA"
-            )
+        variant = wrapper.lora_variant.get(name)
+        if variant and name not in wrapper.lora_magnitude_vector:
+            return f"{type(variant).__name__} is neither plain LoRA nor DoRA"
     return None

@@ -279,27 +279,71 @@ def test_ratios_are_searched_for_the_merged_weight() -> None:
     assert torch.equal(layer.moq.ratio, least_squares_ratio(layer.whole_weight(), 4, layer.moq.grid))
 
 
-ERRORS: dict[str, tuple[dict[str, Any], str]] = {
-    "dropout": ({"lora_dropout": 0.1}, r"lora_dropout is 0\.1, .* set lora_dropout to 0 \(.*query\.base_layer"),
-    "bias": ({"lora_bias": True}, "lora_bias trains a second bias: set it to False"),
-    "float": ({"target_modules": ["q_proj", "lm_head"]}, "what stays in float: quantize it"),
+ERRORS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dropout": (
+        "BERT",
+        {"lora_dropout": 0.1},
+        r"lora_dropout is 0\.1, .* set lora_dropout to 0 \(.*query\.base_layer",
+    ),
+    "bias": ("BERT", {"lora_bias": True}, "lora_bias trains a second bias: set it to False"),
+    "float": ("Llama", {"target_modules": ["q_proj", "lm_head"]}, "what stays in float: quantize it"),
+    "aLoRA": ("Llama", {"target_modules": ["q_proj"], "alora_invocation_tokens": [5]}, "ALoraLinearVariant is neither"),
+    # Its layers are square, so that the product would have the right shape.
+    "parameters": (
+        "GPT-2",
+        {"target_modules": [], "target_parameters": ["attn.c_proj.weight"]},
+        r"target_parameters cannot be merged: adapt layers by target_modules",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_what_cannot_be_merged_is_told(case: str) -> None:
-    settings, text = ERRORS[case]
-    model = adapted("Llama", "causal LM", **settings) if case == "float" else adapted(**settings)
+    family, settings, text = ERRORS[case]
+    model = adapted(family, TASK if family == "BERT" else "causal LM", **settings)
     with pytest.raises(MoQError, match=text):
         quantize_model(model, FIXED)
 
 
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups > 1")
+def test_a_convolution_with_groups_is_told() -> None:
+    layers = nn.Sequential(nn.Conv1d(4, 8, 3, groups=2), nn.Flatten(), nn.Linear(16, 4), nn.Linear(4, 2))
+    model = peft.get_peft_model(layers, peft.LoraConfig(target_modules=["0"], r=2))
+    with pytest.raises(MoQError, match=r"a convolution with groups cannot be merged.*model\.0\.base_layer"):
+        quantize_model(model, {**FIXED, "quantize_convolutions": True})
+
+
 def test_a_model_without_lora_is_told() -> None:
-    with pytest.raises(MoQError, match=r"has no layer with PEFT's LoRA: call peft\.get_peft_model"):
+    with pytest.raises(MoQError, match=r"is none of peft\.get_peft_model with LoRA: call that before"):
         quantize_model(new_model("BERT", TASK), FIXED)
-    ia3 = peft.IA3Config(task_type="SEQ_CLS", target_modules=["query"], feedforward_modules=[])
-    with pytest.raises(MoQError, match="Linear of PEFT is not LoRA"):
-        quantize_model(peft.get_peft_model(new_model("BERT", TASK), ia3), FIXED)
+    # transformers would save its adapters alone.
+    model = new_model("BERT", TASK)
+    model.add_adapter(peft.LoraConfig(target_modules=["query"]))
+    with pytest.raises(MoQError, match=r"is none of peft\.get_peft_model with LoRA: call that before"):
+        quantize_model(model, FIXED)
+
+
+OTHERS: dict[str, tuple[peft.PeftConfig, str]] = {
+    "IA3": (peft.IA3Config(task_type="SEQ_CLS", target_modules=["query"], feedforward_modules=[]), "Linear"),
+    "AdaLoRA": (peft.AdaLoraConfig(task_type="SEQ_CLS", target_modules=["query"], total_step=9), "SVDLinear"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_adapter_than_lora_is_told(kind: str) -> None:
+    config, name = OTHERS[kind]
+    with pytest.raises(MoQError, match=f"{name} of PEFT is not LoRA"):
+        quantize_model(peft.get_peft_model(new_model("BERT", TASK), config), FIXED)
+
+
+def test_xlora_is_told(tmp_path: Path) -> None:
+    """It has LoRA's layers, and mixes what they compute."""
+    adapted("Llama", "causal LM", target_modules=["q_proj"]).save_pretrained(tmp_path)
+    base = new_model("Llama", "causal LM")
+    base.config.use_cache = False
+    config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, xlora_depth=1, adapters={"0": str(tmp_path)})
+    with pytest.raises(MoQError, match="XLoraLinearLayer of PEFT is not LoRA"):
+        quantize_model(peft.get_peft_model(base, config), FIXED)
 
 
 def test_layers_that_share_a_weight_need_one_adapter() -> None:
@@ -307,4 +351,8 @@ def test_layers_that_share_a_weight_need_one_adapter() -> None:
     with pytest.raises(MoQError, match="two adapters of one weight: set ensure_weight_tying"):
         quantize_model(model, {**FIXED, "quantize_embeddings": 8})
     tied = {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}
+    # Its layers have magnitudes of their own, of the rows of one and of the columns of the other.
+    with pytest.raises(MoQError, match="two adapters of one weight: set ensure_weight_tying, without DoRA"):
+        dora = adapted("Llama", "causal LM", **tied, use_dora=True)
+        quantize_model(dora, {**FIXED, "quantize_embeddings": 8})
     quantize_model(adapted("Llama", "causal LM", **tied), {**FIXED, "quantize_embeddings": 8})
