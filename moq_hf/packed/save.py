@@ -636,11 +636,11 @@ def _write_packed_files(
 def _write_adapter(
     folder: Path, model: Any, state_dict: Mapping[str, Tensor] | None
 ) -> None:
-    """Write PEFT's own files, but for a path on this machine and the card that has it."""
+    """Write PEFT's own files, but for paths on this machine and the card that has one."""
     model.save_pretrained(folder, state_dict=state_dict)
     (folder / "README.md").unlink(missing_ok=True)
-    path = folder / "adapter_config.json"
-    if path.exists():
+    # Those of other adapters than the first lie in folders of their own.
+    for path in folder.rglob("adapter_config.json"):
         document = read_json(path)
         document["base_model_name_or_path"] = hub_id(
             document.get("base_model_name_or_path")

@@ -1,5 +1,6 @@
 """`"lora": "merged"`: what PEFT's LoRA trains is the weight that is quantized, evaluated and delivered."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,19 @@ def test_ratios_are_searched_for_the_merged_weight() -> None:
     controller.step()
     assert not torch.equal(layer.moq.ratio, before)
     assert torch.equal(layer.moq.ratio, least_squares_ratio(layer.whole_weight(), 4, layer.moq.grid))
+
+
+def test_no_adapter_is_delivered_with_a_path(tmp_path: Path) -> None:
+    """PEFT has a folder, with a config of its own, for each adapter but one."""
+    new_model("Llama", "causal LM").save_pretrained(tmp_path / "base")
+    model = adapted("Llama", "causal LM", target_modules=["q_proj"])
+    add_other(model)
+    for config in model.peft_config.values():
+        config.base_model_name_or_path = str(tmp_path / "base")
+    save_quantized(quantize_model(model, FIXED), tmp_path / "quantized")
+    configs = list((tmp_path / "quantized" / "lora").rglob("adapter_config.json"))
+    assert len(configs) == 2
+    assert all(json.loads(config.read_text())["base_model_name_or_path"] is None for config in configs)
 
 
 ERRORS: dict[str, tuple[str, dict[str, Any], str]] = {
