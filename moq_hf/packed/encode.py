@@ -278,7 +278,7 @@ class Encoder:
         tied = self.tied.get(name, ())
 
         def handed(values: Tensor) -> Tensor:
-            if state.lora:
+            if state.lora and not layer.float_weight.is_meta:
                 # Another device may sum in another order than the one that has trained.
                 values = values.to(device_of(layer.float_weight))
             # An engine may have handed the weight over in a narrower dtype, so that the

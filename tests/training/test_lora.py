@@ -206,6 +206,16 @@ def test_a_model_in_bfloat16_is_delivered(tmp_path: Path) -> None:
     assert verify_quantized(tmp_path, model).proof.agrees
 
 
+def test_a_model_on_the_meta_device_is_delivered(tmp_path: Path) -> None:
+    """The tensors that are given are merged where they lie."""
+    config = {**FIXED, "quantize_algo": {"scale": "absmax"}}
+    model = quantize_model(adapted(), config)
+    with torch.device("meta"):
+        empty = quantize_model(adapted(seed=None), config)
+    save_quantized(empty, tmp_path, state_dict=model.state_dict())
+    assert verify_quantized(tmp_path, model).layers
+
+
 def test_a_resumed_run_delivers_the_same_bytes(tmp_path: Path) -> None:
     saved = {"save_strategy": "steps", "save_steps": 3}
     run(adapted(seed=None, use_dora=True), tmp_path, **saved)
