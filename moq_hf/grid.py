@@ -43,6 +43,7 @@ class Fp4(NamedTuple):
             these and the whole tensor of NVFP4 has a scale of 2^-7.
         strategy: What compressed-tensors calls the weights that share a scale.
         scale_dtype: Of the scales in the files.
+        largest: The largest weight: 6 times the largest scale.
     """
 
     group_size: int
@@ -50,11 +51,12 @@ class Fp4(NamedTuple):
     unit: float
     strategy: str
     scale_dtype: str
+    largest: float
 
 
 FP4: dict[Format, Fp4] = {
-    "mxfp4": Fp4(32, 8, 2.0, "group", "torch.uint8"),
-    "nvfp4": Fp4(16, 12, 2.0**8, "tensor_group", "torch.float8_e4m3fn"),
+    "mxfp4": Fp4(32, 8, 2.0, "group", "torch.uint8", math.inf),
+    "nvfp4": Fp4(16, 12, 2.0**8, "tensor_group", "torch.float8_e4m3fn", 21.0),
 }
 
 

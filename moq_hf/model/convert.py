@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..config import MoQConfig
 from ..errors import MoQError, check_choice
-from ..grid import Grid
+from ..grid import FP4, Grid
 from ..inputs import inputs_out_of_reach, new_inputs
 from ..layer_state import LayerState
 from ..lora import merge_adapters
@@ -233,7 +233,7 @@ def restore(layer: QuantLayer) -> None:
 def check_finite(
     layers: Mapping[str, QuantLayer], *, read_weights: bool = True, gather: bool = False
 ) -> None:
-    """Stop if a quantized weight holds NaN or Inf, with a single wait for the device.
+    """Stop if a quantized weight holds NaN, Inf or what its format cannot, with a single wait for the device.
 
     Args:
         layers: By name.
@@ -253,21 +253,28 @@ def check_finite(
         else:
             # Check each scale once, and do not keep it for the next step.
             layer.moq.scale = None
-        if layer.moq.bits != FLOAT_BITS and seen is not None and not seen.is_meta:
-            flags[name] = seen.isfinite().all()
+        if layer.moq.bits == FLOAT_BITS or seen is None or seen.is_meta:
+            continue
+        flags[name] = seen.isfinite().all()
+        fp4 = FP4.get(layer.moq.grid.format)
+        if fp4 is not None and read_weights:
+            flags[name] &= (seen.abs() <= fp4.largest).all()
     if not flags:
         return
     device = next(iter(flags.values())).device
     fine = torch.stack([flag.to(device) for flag in flags.values()]).tolist()
     wrong = [
-        parameter_of(name, layers[name].kind)
-        for name, is_fine in zip(flags, fine, strict=True)
-        if not is_fine
+        layers[name] for name, is_fine in zip(flags, fine, strict=True) if not is_fine
     ]
-    if wrong:
-        raise MoQError(
-            f"NaN or Inf in {', '.join(wrong)}: training has diverged or the checkpoint is damaged"
-        )
+    if not wrong:
+        return
+    names = ", ".join(parameter_of(layer.moq.name, layer.kind) for layer in wrong)
+    hint = ""
+    if any(layer.moq.grid.format == "nvfp4" for layer in wrong):
+        hint = f", or a weight is beyond {FP4['nvfp4'].largest:g}, the most that nvfp4 holds and mxfp4 does not mind"
+    raise MoQError(
+        f"NaN or Inf in {names}: training has diverged or the checkpoint is damaged{hint}"
+    )
 
 
 def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 
-from moq_hf import MoQConfig, quantize_model, quantizer
+from moq_hf import MoQConfig, MoQError, quantize_model, quantizer
 from moq_hf.grid import Grid, PerGroup
 from moq_hf.training.controller import MoQController
 
@@ -98,3 +98,12 @@ def test_tables_are_integers() -> None:
     grid = model.model.embed_tokens.moq.grid
     assert (grid.format, grid.grouping) == ("int", PerGroup(32))
     assert model.lm_head.weight.dtype == torch.float32
+
+
+def test_a_weight_that_nvfp4_cannot_hold_is_an_error_before_the_first_step() -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3, 5] = 21.5
+    with pytest.raises(MoQError, match=r"layers\.0\.mlp\.up_proj\.weight: .* beyond 21, the most that nvfp4 holds"):
+        quantize_model(model, {"quantize_format": "nvfp4"})
+    quantize_model(model, {"quantize_format": "mxfp4"})
