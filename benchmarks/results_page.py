@@ -329,11 +329,11 @@ def embedding_models() -> list[list[Any]]:
     kinds: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for line in lines_of("embeddings"):
         kinds.setdefault((line["bits"], line["how"]), []).append(line)
-    found: list[list[Any]] = [["bits", "how", "runs", "cosine", "recall@10", "Spearman", "folder over float"]]
+    found: list[list[Any]] = [["bits", "how", "cosine", "recall@10", "Spearman", "folder over float"]]
     for (bits, how), own in sorted(kinds.items(), key=lambda item: (-item[0][0], item[0][1])):
         cells = [spread([line[name] for line in own], 3) for name in ("cosine", "recall", "spearman")]
         size = f"{own[0]['ratio']:.2f}" if "ratio" in own[0] else ""
-        found.append([bits, how, len(own) if how == "taught" else "", *cells, size])
+        found.append([bits, how, *cells, size])
     return found
 
 
@@ -393,15 +393,14 @@ def speeds() -> list[list[Any]]:
 
 def llama_cpp() -> list[list[Any]]:
     """Divergence of llama.cpp's answers from transformers', the largest over the families."""
-    found: list[list[Any]] = [["grid", "moq-hf export", "llama-quantize", "the same weights as floats"]]
+    found: list[list[Any]] = [["grid", "moq-hf export", "llama-quantize"]]
     by_grid: dict[str, list[Mapping[str, Any]]] = {}
     for case in document("llamacpp")["cases"]:
         by_grid.setdefault(case["grid"], []).append(case["ways"])
     for grid, ways in by_grid.items():
         quantize = [next(way for name, way in each.items() if name.startswith("llama-quantize")) for each in ways]
         ours = [each["moq-hf export"] for each in ways if "moq-hf export" in each]
-        columns = (ours, quantize, [each["float32"] for each in ways])
-        cells = [f"{max(way['kl'] for way in column):.1e}" if column else "" for column in columns]
+        cells = [f"{max(way['kl'] for way in column):.1e}" if column else "" for column in (ours, quantize)]
         found.append([grid, *cells])
     return found
 
@@ -536,16 +535,15 @@ def versions() -> list[list[Any]]:
 
 
 def kernel_cost() -> list[list[Any]]:
-    """What the Triton kernel costs on paper: the larger of symmetric and asymmetric codes."""
-    found: list[list[Any]] = [["sm", "groups", "registers", "spills", "threads", "instructions", "share"]]
+    """What the Triton kernel costs on paper: the worst of symmetric and asymmetric codes and of all groups."""
+    found: list[list[Any]] = [["sm", "registers", "spills", "threads", "instructions", "share"]]
     for arch, measured in document("kernel").items():
-        for groups in dict.fromkeys(cost["groups"] for cost in measured["costs"]):
-            own = [cost for cost in measured["costs"] if cost["groups"] == groups]
-            registers, spills, instructions, share = (
-                max(cost[name] for cost in own) for name in ("registers", "spills", "instructions", "share")
-            )
-            threads = f"{min(cost['resident'] for cost in own)} of {own[0]['most']}"
-            found.append([arch, groups, registers, spills, threads, f"{instructions:.2f}", f"{share:.2f}"])
+        own = measured["costs"]
+        registers, spills, instructions, share = (
+            max(cost[name] for cost in own) for name in ("registers", "spills", "instructions", "share")
+        )
+        threads = f"{min(cost['resident'] for cost in own)} of {own[0]['most']}"
+        found.append([arch, registers, spills, threads, f"{instructions:.2f}", f"{share:.2f}"])
     return found
 
 
