@@ -14,11 +14,12 @@ from torch import nn
 
 from moq_hf import MoQConfig
 from moq_hf.model.selection import take_inventory
-from moq_hf.serving import GGUF, ONNX, SGLANG, VLLM, Server, describe, verdict
+from moq_hf.serving import GGUF, ONNX, VLLM, Server, describe, verdict
 from moq_hf.text import markdown_table
 
 PAGE = ROOT / "docs" / "reference" / "support.md"
-COLUMNS = {"vLLM": VLLM, "SGLang": SGLANG, "llama.cpp": GGUF, "ONNX Runtime": ONNX}
+COLUMNS = {"vLLM": VLLM, "llama.cpp": GGUF, "ONNX Runtime": ONNX}
+NOT_TRIED = "-"
 # Both are multiples of what the servers ask for, so that a tiny model stands for its family.
 ROWS = FEATURES = 256
 
@@ -35,7 +36,7 @@ def config_of(convolutions: bool = False) -> MoQConfig:
 
 
 def answer(model: nn.Module, server: Server, convolutions: bool = False) -> str:
-    """What a server says of the family: "yes", "no" or "not tried".
+    """What a server says of the family: "yes", "no" or `NOT_TRIED`.
 
     Layers that it takes as floats alone count as floats: a user names them in `modules_to_not_convert`.
     """
@@ -48,7 +49,8 @@ def answer(model: nn.Module, server: Server, convolutions: bool = False) -> str:
         if not re.search(server.in_float, f"{architecture} {name}")
     }
     floats = {*found.floats, *found.weights} - weights.keys()
-    return verdict(replace(found, weights=weights, floats=floats), server).answer
+    said = verdict(replace(found, weights=weights, floats=floats), server).answer
+    return NOT_TRIED if said == "not tried" else said
 
 
 def summary(answers: Mapping[str, str]) -> str:
@@ -56,7 +58,7 @@ def summary(answers: Mapping[str, str]) -> str:
     said = set(answers.values())
     if len(said) == 1:
         return said.pop()
-    return ", ".join(task for task, said in answers.items() if said == "yes") or "not tried"
+    return ", ".join(task for task, said in answers.items() if said == "yes") or NOT_TRIED
 
 
 def rows_of(name: str) -> dict[str, list[str]]:
