@@ -753,7 +753,7 @@ class ConfigFields:
             return None
         return (
             f"quantize_format: {self.format} is symmetric, of {FP4_BITS} bits in groups of {own.group_size}; leave out "
-            "quantize_bits.target_bits, quantize_group_size and quantize_algo.q_type"
+            "quantize_bits.target_bits, quantize_group_size and quantize_algo.q_type, or the preset that has others"
         )
 
     def _bits_conflicts(self) -> Iterator[str]:

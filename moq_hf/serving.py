@@ -563,7 +563,9 @@ def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
             lines.append(f"serve: {server.name}: {note}")
     if VLLM in servers:
         for reason in verdict(model, VLLM_CPU).reasons:
-            lines.append(f"serve: {VLLM_CPU.name} does not take it: {reason}")
+            lines.append(
+                f"serve: {VLLM_CPU.name} does not take it, which leaves CUDA: {reason}"
+            )
     return lines
 
 

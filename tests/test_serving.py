@@ -386,7 +386,10 @@ def test_a_stock_trainer_stops_before_the_first_step(tmp_path: Path) -> None:
 def test_what_vllm_lacks_on_the_cpu_is_a_warning() -> None:
     config = MoQConfig.from_dict(moq(["vllm"], 8, activation_quantization={"enabled": True}))
     notes = serving.notes(take_inventory(llama(), config), config)
-    assert any(note.startswith("serve: vLLM, CPU 0.32.0 does not take it: its kernels take 4 bits") for note in notes)
+    assert any(
+        note.startswith("serve: vLLM, CPU 0.32.0 does not take it, which leaves CUDA: its kernels take 4 bits")
+        for note in notes
+    )
     # They are trained in half precision, unless the config says otherwise.
     assert not any("scales are rounded to half precision there" in note for note in notes)
     algo = {"quantize_algo": {"scale_dtype": "float32"}}

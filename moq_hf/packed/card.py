@@ -196,7 +196,9 @@ def _made(saved: Verification) -> str:
     )
     widths = sorted({layer.bits for layer in layers})
     bits = ["float" if width == FLOAT_BITS else str(width) for width in widths]
-    stored = f"packed integers in the format `{_format(saved)}`"
+    formats = {layer.format for layer in layers if has_codes(layer.stored)}
+    codes = {"integers" if format == "int" else format.upper() for format in formats}
+    stored = f"packed {' and '.join(sorted(codes))} in the format `{_format(saved)}`"
     if not all(has_codes(layer.stored) for layer in layers):
         stored += ", or floats on their grid; see the table"
     now, before = megabytes(saved.file_bytes), megabytes(saved.float_bytes)
@@ -210,7 +212,8 @@ def _made(saved: Verification) -> str:
 
 def _format(saved: Verification) -> str:
     """What loads the packed weights, which is the name of a tag."""
-    return "gemma" if saved.state["layout"] == "gemma" else "compressed-tensors"
+    layout = str(saved.state["layout"])
+    return layout if layout in ("gemma", "mxfp4") else "compressed-tensors"
 
 
 def _inputs(saved: Verification) -> str:

@@ -80,6 +80,8 @@ def test_plain_transformers_computes_what_the_model_does(
     assert found.state["needs"] == needs
     # Attention of GPT-OSS has no place in its layout.
     packed = {layer.stored for layer in found.layers.values()}
+    method = "mxfp4" if layout == "mxfp4" else "compressed-tensors"
+    assert f"packed {name.upper()} in the format `{method}`" in " ".join((tmp_path / "README.md").read_text().split())
     assert packed == ({"mxfp4", "dense"} if layout == "mxfp4" else {"packed"})
     if packed == {"packed"}:
         weights = sum(layer.shape[0] * layer.shape[1] for layer in found.layers.values())
