@@ -13,11 +13,12 @@ class Lines:
 
     Args:
         path: Made with its folder if it is not there.
+        modules: Those whose versions each line has too.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *modules: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
+        self.path, self.modules = path, modules
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -32,6 +33,6 @@ class Lines:
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line, with what it was made by, at once."""
-        line = {**line, **environment(load=round(os.getloadavg()[0], 1))}
+        line = {**line, **environment(*self.modules, load=round(os.getloadavg()[0], 1))}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -24,7 +24,7 @@ import transformers as hf
 from classifiers import classifier
 from datasets import load_dataset
 from lines import Lines
-from step_time import Arm
+from step_time import Arm, search_seconds
 from torch.profiler import ProfilerActivity, profile
 
 from moq_hf import MoQCallback, MoQConfig, quantize_model, save_quantized
@@ -115,7 +115,7 @@ class Study:
 
 def scores(args: argparse.Namespace, place: Path) -> None:
     """All runs that have no line yet."""
-    lines, study = Lines(args.out), Study(args, place)
+    lines, study = Lines(args.out, "peft"), Study(args, place)
 
     def accuracy(way: str, bits: int, seed: int, rate: float) -> float:
         key = {"way": way, "bits": bits, "seed": seed, "rate": rate}
@@ -132,7 +132,8 @@ def scores(args: argparse.Namespace, place: Path) -> None:
 
 def cost(args: argparse.Namespace, place: Path) -> None:
     """CPU time of a training step of 16 rows of 64 tokens, in turn, and the most memory that one holds."""
-    lines, base = Lines(args.out), classifier(None)
+    torch.manual_seed(0)
+    lines, base = Lines(args.out, "peft"), classifier(None)
     ids = torch.randint(1000, base.config.vocab_size, (16, 64))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(16) % 2}
     arms = {}
@@ -153,8 +154,9 @@ def cost(args: argparse.Namespace, place: Path) -> None:
             if event.name() == "[memory]":
                 now += event.nbytes()
                 peak = max(peak, now)
-        median = statistics.median(own[way] for own in times[2:])
-        lines.add({"cost": way, "step_ms": round(1000 * median, 1), "peak_mb": round((held + peak) / 1e6, 1)})
+        median, search = statistics.median(own[way] for own in times[2:]), search_seconds(arm)
+        found = {"step_ms": round(1000 * median, 1), "search_ms": round(1000 * search, 1)}
+        lines.add({"cost": way, **found, "peak_mb": round((held + peak) / 1e6, 1)})
 
 
 def main() -> None:
