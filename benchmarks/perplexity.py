@@ -100,7 +100,7 @@ class Study:
         self.corpus = corpus or stdlib_text.read()
         self.tokenizer = self._tokenizer()
         self.train, self.validation = (
-            self._blocks(part) for part in (self.corpus.train.values(), self.corpus.validation.values())
+            self.blocks(part) for part in (self.corpus.train.values(), self.corpus.validation.values())
         )
         self.bytes = sum(len(text.encode()) for text in self.corpus.validation.values())
 
@@ -119,7 +119,7 @@ class Study:
         tokenizer.train_from_iterator(self.corpus.train.values(), trainer)
         return tokenizer
 
-    def _blocks(self, texts: Any) -> Any:
+    def blocks(self, texts: Any) -> Any:
         """int64 [count, context]: each begins with the last token of the one before, so each token is predicted once.
 
         What does not fill a block is left out of training and of validation.
