@@ -206,6 +206,7 @@ class Dpo(Sft):
 
     metric, best = "accuracy", max
     rates = rates_of((5e-4, 1.5e-3), (1e-4, 3e-4))
+    steps = 30
 
     def texts(self, study: perplexity.Study) -> None:
         """Rows to train on, and tokens that are held out, with a label for each token that counts."""
@@ -213,7 +214,7 @@ class Dpo(Sft):
         random.Random(0).shuffle(rows)
         self.rows = Dataset.from_list(rows[:640])
         held_out = self.pairs(study.corpus.validation.values())
-        held_out = held_out[:: len(held_out) // 250]
+        held_out = held_out[:: len(held_out) // 200]
         texts = [row["prompt"] + row[which] for which in ("chosen", "rejected") for row in held_out]
         found = self.tokenizer(texts, padding=True, return_tensors="pt")
         starts = torch.tensor([len(self.tokenizer(row["prompt"]).input_ids) for row in held_out * 2])
