@@ -139,7 +139,10 @@ class Study:
         config, folder = config_of(way, bits, **self.grid), self.place / "quantized"
         if way == "rounded":
             if (seed, rate) not in self.merged:
-                self.merged[seed, rate] = self.trained(way, seed, rate).merge_and_unload()
+                merged = self.trained(way, seed, rate).merge_and_unload()
+                # TRL leaves one that would call this model in its copies too.
+                vars(merged).pop("forward", None)
+                self.merged[seed, rate] = merged
             model = quantize_model(copy.deepcopy(self.merged[seed, rate]), config)
             save_quantized(model, folder)
         else:

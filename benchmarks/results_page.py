@@ -220,6 +220,41 @@ def language_model() -> list[list[Any]]:
     return cells_of(perplexity.Found(Lines(RESULTS / "perplexity.jsonl").lines, 1e-3).summary().splitlines())
 
 
+def merged_lora() -> list[list[Any]]:
+    """Scores of merged LoRA by task and bits, and what other ways differ from them."""
+    measures = {
+        "SST-2, accuracy": ("sst2", "accuracy"), "SFT, perplexity": ("sft", "perplexity"),
+        "DPO, accuracy": ("dpo", "accuracy"), "DPO, margin": ("dpo", "margin"),
+    }  # fmt: skip
+    ways = ("beside", "rounded", "full")
+    # Learning rates were chosen with seed 10.
+    lines = [line for line in lines_of("lora") if line.get("seed", 10) != 10]
+    found: list[list[Any]] = [["task", "bits", "seeds", "merged", *ways]]
+    for name, (task, metric) in measures.items():
+        for bits in BITS:
+            own = [line for line in lines if (line["task"], line["bits"]) == (task, bits)]
+            scores = {
+                way: {line["seed"]: line[metric] for line in own if line["way"] == way} for way in ("merged", *ways)
+            }
+            cells = [paired(scores[way], scores["merged"]) for way in ways]
+            found.append([name, bits, len(scores["merged"]), f"{mean(scores['merged']):.1f}", *cells])
+    return found
+
+
+def lora_cost() -> list[list[Any]]:
+    """CPU time of a step, the search for scales included, over that of PEFT in float, and the most memory."""
+    names = {
+        "float": "PEFT in float", "beside": "beside a quantized base", "merged": "merged",
+        "merged DoRA": "merged, DoRA", "full": "all weights",
+    }  # fmt: skip
+    own = {line["cost"]: line for line in lines_of("lora") if "cost" in line}
+    found: list[list[Any]] = [["what is trained at 4 bits", "step", "MB"]]
+    for way, name in names.items():
+        share = (own[way]["step_ms"] + own[way]["search_ms"] / 50) / own["float"]["step_ms"]
+        found.append([name, f"{share:.2f}", f"{own[way]['peak_mb']:.0f}"])
+    return found
+
+
 def other_tasks() -> list[list[Any]]:
     """F1 of roles and spans against the float model of half the steps."""
     arms = {"rounding": "rounded", "basic QAT": "basic QAT", "moq_hf": "float first, basic QAT"}
@@ -573,6 +608,8 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "as many steps": as_many_steps,
     "arms": arms,
     "language model": language_model,
+    "merged lora": merged_lora,
+    "lora cost": lora_cost,
     "other tasks": other_tasks,
     "other libraries": other_libraries,
     "step time": step_time,
