@@ -21,6 +21,7 @@ of what was delivered, loaded by transformers, and PEFT where the adapter lies b
 
 import argparse
 import copy
+import itertools
 import random
 import statistics
 import tempfile
@@ -46,7 +47,7 @@ from moq_hf.packed.files import ADAPTER
 
 RESULT = Path(__file__).parent / "results" / "lora.jsonl"
 TRIED = 10
-ORDER = [(2, 11), (2, 12), (2, 13), *((bits, seed) for seed in (11, 12, 13) for bits in (4, 3))]
+SEEDS = (11, 12, 13)
 
 
 def config_of(way: str, bits: int, **grid: Any) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class Study:
     """
 
     metric, best = "accuracy", max
-    rates = rates_of((2e-4, 5e-4), (1e-4, 2e-4))
+    rates = rates_of((5e-4, 1.5e-3), (1e-4, 2e-4))
     steps, batch, grid = 100, 16, {}
     load: Callable[[str], Any] = staticmethod(classifier)
     adapted = staticmethod(adapted)
@@ -269,11 +270,10 @@ def scores(args: argparse.Namespace, place: Path) -> None:
             lines.add({**key, **study.run(way, bits, seed, rate)})
         return next(line[study.metric] for line in lines.lines if key.items() <= line.items())
 
-    for bits, seed in ORDER:
-        for way, rates in study.rates.items():
-            # Rounding anew is cheap, training is not.
-            tried = {rate: score(way, bits if way == "rounded" else 2, TRIED, rate) for rate in rates}
-            score(way, bits, seed, study.best(tried, key=lambda rate: tried[rate]))
+    for seed, bits, way in itertools.product(args.seeds, args.bits, study.rates):
+        # Rounding anew is cheap, training is not.
+        tried = {rate: score(way, bits if way == "rounded" else 2, TRIED, rate) for rate in study.rates[way]}
+        score(way, bits, seed, study.best(tried, key=lambda rate: tried[rate]))
 
 
 def cost(args: argparse.Namespace, place: Path) -> None:
@@ -313,6 +313,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a folder of GLUE")
     parser.add_argument("--steps", type=int, help="those of each task if it is left out")
     parser.add_argument("--model_dir", type=Path, default=Path("runs/perplexity"), help="of `perplexity.py`")
+    parser.add_argument("--bits", type=int, nargs="+", default=(2, 4, 3))
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()

@@ -224,7 +224,7 @@ def merged_lora() -> list[list[Any]]:
     """Scores of merged LoRA by task and bits, and what other ways differ from them."""
     measures = {
         "SST-2, accuracy": ("sst2", "accuracy"), "SFT, perplexity": ("sft", "perplexity"),
-        "DPO, accuracy": ("dpo", "accuracy"), "DPO, margin": ("dpo", "margin"),
+        "DPO, accuracy": ("dpo", "accuracy"),
     }  # fmt: skip
     ways = ("beside", "rounded", "full")
     # Learning rates were chosen with seed 10.
@@ -233,6 +233,8 @@ def merged_lora() -> list[list[Any]]:
     for name, (task, metric) in measures.items():
         for bits in BITS:
             own = [line for line in lines if (line["task"], line["bits"]) == (task, bits)]
+            if not own:
+                continue
             scores = {
                 way: {line["seed"]: line[metric] for line in own if line["way"] == way} for way in ("merged", *ways)
             }
