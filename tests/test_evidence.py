@@ -101,6 +101,16 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     assert f"Rounding in groups of 32 costs {rounding.partition(' ')[0].lstrip('-')} points against them" in text
 
 
+def test_what_recipes_say_of_lora() -> None:
+    text, served = results_text("recipes"), result("lora_served")["clients"]
+    assert "All that was delivered answered as it was evaluated." in text
+    assert {line["difference"] for line in results_page.lines_of("lora") if "task" in line} == {0.0}
+    assert served["transformers"]["difference"] == 0.0 and served["llama.cpp"]["of"] == 128
+    assert f"llama.cpp chose the same {served['llama.cpp']['equal_tokens']} tokens" in text
+    assert f"vLLM {served['vllm']['equal_tokens']}, parting at ties" in text
+    assert {*served["vllm"]["gaps_of_the_best_two_where_they_part"]} == {0.0}
+
+
 def test_what_speed_says_outside_of_its_tables() -> None:
     text, proof, pack = results_text("speed"), result("proof"), result("pack_memory")
     share = f"took {100 * proof['median_share']:.1f} % of a run of {proof['steps_of_the_run']} steps"
