@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import perplexity
 from lines import Lines
-from report_study import FLOAT, LONG, TASKS, Ways, average, paired, scores, spread
+from report_study import FLOAT, LONG, LONG_RATES, TASKS, Ways, average, paired, scores, spread
 
 from moq_hf.formats.table import NEEDS
 from moq_hf.text import markdown_table
@@ -41,10 +41,12 @@ def lines_of(name: str) -> list[dict[str, Any]]:
 
 
 MOQ_HF = Ways("basic QAT, float first")
-# What is compared at equal steps. Rounded is the float model of half of them.
+# That model as start and teacher: half as many steps again.
+FINISHED = Ways("basic QAT from a finished float model", rates=LONG_RATES)
+# What is compared at equal steps, and what the float model of as many steps is worth when it is rounded.
 RECIPES = {
-    "rounding": Ways("after training"),
-    "rounding, groups of 32": Ways("after training", "groups of 32, full"),
+    "rounding": LONG._replace(arm="after training", groups="per channel, full"),
+    "rounding, groups of 32": LONG._replace(arm="after training", groups="groups of 32, full"),
     "basic QAT": Ways("basic QAT, all steps", times=2),
     "moq_hf": MOQ_HF,
 }
@@ -73,11 +75,9 @@ def first_page() -> list[list[Any]]:
     }
     bytes_of = document("sizes")["models"]["all-MiniLM-L6-v2"]
     steps = document("step_time")["results"]["float32, 1 x 16 x 64"]
-    reference = average(ALL, FLOAT)
+    reference = average(ALL, LONG)
     found: list[list[Any]] = [["bits", *names, "size", "training step"]]
-    found.append(
-        ["float, half the steps", f"{mean(reference):.1f}", "", "", f"{bytes_of['float'] / 1e6:.1f} MB", "1.00"]
-    )
+    found.append(["float", f"{mean(reference):.1f}", "", "", f"{bytes_of['float'] / 1e6:.1f} MB", "1.00"])
     for bits in BITS:
         cells = [paired(average(ALL, RECIPES[name], bits), reference) for name in names.values()]
         size = f"{bytes_of['tables at 8 bits'][str(bits)] / 1e6:.1f} MB"
@@ -87,29 +87,24 @@ def first_page() -> list[list[Any]]:
 
 
 def equal_steps() -> list[list[Any]]:
-    """Points against float of half the steps, a task and a number of bits a line."""
-    found: list[list[Any]] = [["bits", "task", "float of half the steps", *RECIPES]]
+    """Points against float of as many steps, a task and a number of bits a line."""
+    columns = {**RECIPES, "from the float model": FINISHED}
+    found: list[list[Any]] = [["bits", "task", "float", *columns]]
     for bits in BITS:
         for name, tasks in SETS.items():
-            reference = average(tasks, FLOAT)
-            own = [average(tasks, ways, bits) for ways in RECIPES.values()]
+            reference = average(tasks, LONG)
+            own = [average(tasks, ways, bits) for ways in columns.values()]
             found.append([bits, name, f"{mean(reference):.1f}", *(paired(each, reference) for each in own)])
     return found
 
 
-def as_many_steps() -> list[list[Any]]:
-    """Float models of as many steps as the recipe: three learning rates with seed 1, and points against the best."""
+def rates() -> list[list[Any]]:
+    """Float models of as many steps at three learning rates, with seed 1, and what half of the steps give."""
     tried = (5e-5, 1e-4, 2e-4)
-    head = ["task", *(f"{rate:g}" for rate in tried), "seeds", "float of half the steps"]
-    found: list[list[Any]] = [[*head, *(f"{bits} bits" for bits in BITS)]]
-    for name, tasks in SETS.items():
-        by_rate = [LONG._replace(rates=dict.fromkeys(tasks, rate)) for rate in tried]
-        first = [scores(tasks[0], each).get(1) if len(tasks) == 1 else None for each in by_rate]
-        reference = average(tasks, LONG)
-        others = [average(tasks, FLOAT), *(average(tasks, MOQ_HF, bits) for bits in BITS)]
-        own = [{seed: each[seed] for seed in each if seed in reference} for each in others]
-        cells = ["" if each is None else f"{each:.1f}" for each in first]
-        found.append([name, *cells, len(reference), *(paired(each, reference) for each in own)])
+    found: list[list[Any]] = [["task", *(f"{rate:g}" for rate in tried), "half of the steps, against as many"]]
+    for task, name in TASKS.items():
+        own = [scores(task, LONG._replace(rates={task: rate}))[1] for rate in tried]
+        found.append([name, *(f"{each:.1f}" for each in own), paired(scores(task, FLOAT), scores(task, LONG))])
     return found
 
 
@@ -141,8 +136,8 @@ PRETRAINED, FALLING = old("basic QAT"), old("MoQ")
 CHANGES = {
     "the recipe: half of the steps in float, the float model is the teacher": (
         Change("basic QAT for all steps", at(RECIPES["basic QAT"], *BITS)),
-        Change("rounding alone, after half of the steps", at(RECIPES["rounding"], *BITS)),
-        Change("the same in groups of 32", at(RECIPES["rounding, groups of 32"], *BITS)),
+        Change("rounding alone, after half of the steps", at(Ways("after training"), *BITS)),
+        Change("the same in groups of 32", at(Ways("after training", "groups of 32, full"), *BITS)),
         Change(
             "bits that fall from 8, to 2 from 4",
             {bits: Ways(f"MoQ {start} by 0.3, float first") for bits, start in ((4, 8), (3, 8), (2, 4))},
@@ -607,7 +602,7 @@ def kernel_numbers() -> list[list[Any]]:
 TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "first page": first_page,
     "equal steps": equal_steps,
-    "as many steps": as_many_steps,
+    "rates": rates,
     "arms": arms,
     "language model": language_model,
     "merged lora": merged_lora,

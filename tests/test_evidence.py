@@ -67,22 +67,13 @@ def test_the_figures_of_language_models_are_those_of_the_run() -> None:
         assert f"| {right} of {found['questions']}, {server} |" in text
 
 
-def test_page_one_tells_of_float_of_as_many_steps() -> None:
-    row = [str(cell).partition(" ±")[0].lstrip("-") for cell in results_page.as_many_steps()[-1]]
-    assert row[:1] == ["all three"] and row[4] == "1" and "with one seed on all three tasks so far" in readme()
-    assert f"it is {row[5]} points above it" in readme()
-    assert "at 4, 3 and 2 bits lies {}, {} and {} below".format(*row[6:]) in readme()
-    guide = " ".join(page("docs/start/which-preset.md").split())
-    assert "float first lies {}, {} and {} points below it at 4, 3 and 2 bits".format(*row[6:]) in guide
-
-
 def results_text(name: str) -> str:
     return " ".join(page(f"docs/results/{name}.md").split())
 
 
 def test_what_recipes_say_outside_of_their_tables() -> None:
     text = results_text("recipes")
-    steps = [glue_plans.STEPS[task] * glue_plans.EPOCHS[task] for task in glue_plans.EPOCHS]
+    steps = [2 * glue_plans.STEPS[task] * glue_plans.EPOCHS[task] for task in glue_plans.EPOCHS]
     assert f"{steps[0]:,}, {steps[1]:,} and {steps[2]:,}" in text
     for plan in ("recipes", "main"):
         assert len(glue_plans.PLANS[plan].seeds) == 5
@@ -97,8 +88,17 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     }
     sentence = "by {divergence}, those of eigenvalues by {eigenvalue}, those of traces by {trace}."
     assert sentence.format(**spans) in text
-    (rounding,) = (row[3] for row in results_page.arms() if row[0] == "the same in groups of 32")
-    assert f"Rounding in groups of 32 costs {rounding.partition(' ')[0].lstrip('-')} points against them" in text
+    rows = {(row[0], row[1]): row[3:] for row in results_page.equal_steps()[1:]}
+    points = {key: [float(cell.split(" ")[0]) if cell else None for cell in cells] for key, cells in rows.items()}
+    for bits in (4, 3):
+        _, in_groups, basic, ours, _ = points[bits, "all three"]
+        assert in_groups > max(basic, ours), "lost to rounding"
+    behind = {}
+    for name in results_page.SETS:
+        _, in_groups, basic, ours, finished = points[2, name]
+        assert finished > ours > basic
+        behind[name] = in_groups < ours
+    assert behind == {"SST-2": True, "CoLA": False, "MRPC": True, "all three": True}
 
 
 def test_what_recipes_say_of_lora() -> None:
@@ -160,20 +160,32 @@ def readme() -> str:
     return " ".join(page("README.md").split())
 
 
+def test_page_one_says_where_training_loses() -> None:
+    _, _, *rows = results_page.first_page()
+    ways = {row[0]: [float(cell.split(" ")[0]) for cell in row[1:4]] for row in rows}
+    assert all(rounded > max(trained) for rounded, *trained in (ways[4], ways[3]))
+    assert ways[2][2] > max(ways[2][:2])
+    assert "At 4 and 3 bits the finished float model, rounded, is ahead of training in as many steps." in readme()
+
+
 def test_what_the_guides_promise_is_what_was_measured() -> None:
     """The differences to float, on average over all tasks, of rounding, float first and basic QAT."""
     guide = " ".join(page("docs/start/which-preset.md").split())
 
-    def difference(bits: int, name: str) -> str:
-        own = report_study.average(report_study.TASKS, results_page.RECIPES[name], bits)
-        return report_study.paired(own, report_study.average(report_study.TASKS, report_study.FLOAT))
+    def points(bits: int, ways: report_study.Ways) -> str:
+        own = report_study.average(report_study.TASKS, ways, bits)
+        return report_study.paired(own, report_study.average(report_study.TASKS, report_study.LONG))
 
-    for bits in (4, 3, 2):
-        ways = ("rounding", "rounding, groups of 32", "moq_hf", "basic QAT")
-        assert f"| {bits} | {' | '.join(difference(bits, way) for way in ways)} |" in guide
+    of = {name: [points(bits, ways) for bits in (4, 3, 2)] for name, ways in results_page.RECIPES.items()}
+    assert "that is {} and {}.".format(*of["rounding, groups of 32"]) in guide
+    assert "ends at {} and {} without `float_first`".format(*of["basic QAT"]) in guide
+    assert "and at {} and {} with it".format(*of["moq_hf"]) in guide
+    assert f"rounding loses most, {of['rounding, groups of 32'][2].lstrip('-')} points" in guide
+    assert f"and ends at {of['moq_hf'][2]}; from a finished float model" in guide
+    assert f"half as many steps end at {points(2, results_page.FINISHED)}." in guide
     (lead,) = (row[-1] for row in results_page.arms() if row[0] == "basic QAT for all steps")
     lead = lead.removeprefix("-")
-    assert f"it is worth {lead} points over basic QAT of as many steps" in guide
+    assert f"Float first is worth {lead} points over basic QAT of as many steps" in guide
     (fall,) = (row[4] for row in results_page.arms() if row[0] == "bits that fall from 8" and row[4])
     assert f"they lead basic QAT at 3 bits by {fall.removeprefix('+')} points" in guide
 
