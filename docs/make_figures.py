@@ -78,7 +78,7 @@ def draw_scores(path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
     mean = statistics.fmean(report_study.average(report_study.TASKS, report_study.LONG).values())
     axes.axhline(mean, linewidth=1, linestyle="--", color="gray")
-    axes.annotate("float of as many steps", (2.52, mean), ha="center", va="bottom", fontsize="small", color="gray")
+    axes.annotate("float of as many steps", (2.52, mean), ha="center", va="top", fontsize="small", color="gray")
     for index, (name, marker) in enumerate(zip(ARMS, "svo", strict=True)):
         ways = results_page.RECIPES[ARMS[name]]
         own = [report_study.average(report_study.TASKS, ways, bits).values() for bits in BITS]
@@ -91,7 +91,7 @@ def draw_scores(path: Path) -> None:
     axes.set_xticks(BITS, [f"{bits} bits" for bits in BITS])
     axes.set_xlim(4.3, 1.7)
     axes.set_ylabel("mean score of three tasks")
-    axes.set_title("MiniLM on SST-2, CoLA and MRPC, five seeds; bars from the worst to the best", fontsize="medium")
+    axes.set_title("MiniLM on SST-2, CoLA and MRPC; bars from the worst seed to the best", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower left", fontsize="small")
     figure.savefig(path, dpi=120, metadata={"Software": None})
