@@ -224,7 +224,7 @@ def merged_lora() -> list[list[Any]]:
     ways = ("beside", "rounded", "full")
     # Learning rates were chosen with seed 10.
     lines = [line for line in lines_of("lora") if line.get("seed", 10) != 10]
-    found: list[list[Any]] = [["task", "bits", "seeds", "merged", *ways]]
+    found: list[list[Any]] = [["task", "bits", "merged", *ways]]
     for name, (task, metric) in measures.items():
         for bits in BITS:
             own = [line for line in lines if (line["task"], line["bits"]) == (task, bits)]
@@ -234,7 +234,7 @@ def merged_lora() -> list[list[Any]]:
                 way: {line["seed"]: line[metric] for line in own if line["way"] == way} for way in ("merged", *ways)
             }
             cells = [paired(scores[way], scores["merged"]) for way in ways]
-            found.append([name, bits, len(scores["merged"]), f"{mean(scores['merged']):.1f}", *cells])
+            found.append([name, bits, f"{mean(scores['merged']):.1f}", *cells])
     return found
 
 

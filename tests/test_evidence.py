@@ -104,7 +104,12 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
 def test_what_recipes_say_of_lora() -> None:
     text, served = results_text("recipes"), result("lora_served")["clients"]
     assert "All that was delivered answered as it was evaluated." in text
-    assert {line["difference"] for line in results_page.lines_of("lora") if "task" in line} == {0.0}
+    lines = [line for line in results_page.lines_of("lora") if "task" in line]
+    assert {line["difference"] for line in lines} == {0.0}
+    seeds: dict[tuple[Any, ...], set[int]] = {}
+    for line in lines:
+        seeds.setdefault((line["task"], line["bits"], line["way"]), set()).add(line["seed"])
+    assert "Three seeds;" in text and {frozenset(each - {10}) for each in seeds.values()} == {frozenset({11, 12, 13})}
     assert served["transformers"]["difference"] == 0.0 and served["llama.cpp"]["of"] == 128
     assert f"llama.cpp chose the same {served['llama.cpp']['equal_tokens']} tokens" in text
     assert f"vLLM {served['vllm']['equal_tokens']}, parting at ties" in text
