@@ -216,7 +216,8 @@ PLANS = {
     "gap": Plan(
         (finished(2, "basic QAT from a finished float model", warm_times=2),), tasks=("mrpc", "cola", "sst2"), bf16=True
     ),
-    # How to share out as many steps, chosen where nothing else is scored; then the five seeds of what was chosen.
+    # How to share out as many steps: compared on rows on which nothing else is scored, so that the other rows can
+    # judge what is chosen.
     "choose": Plan((LONG, *SHARES), tasks=("cola", "mrpc"), seeds=(11, 12), bf16=True, held_out=True),
     # 3 bits on average, chosen on the float model, and 3 bits throughout.
     "budgets": Plan(
