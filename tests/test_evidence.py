@@ -109,6 +109,12 @@ def test_what_recipes_say_of_lora() -> None:
     for line in lines:
         seeds.setdefault((line["task"], line["bits"], line["way"]), set()).add(line["seed"])
     assert "Three seeds;" in text and {frozenset(each - {10}) for each in seeds.values()} == {frozenset({11, 12, 13})}
+    told = {}
+    for task, bits, _, *others in results_page.merged_lora()[1:]:
+        for way, cell in zip(("beside", "rounded", "full"), others, strict=True):
+            if not task.startswith("SFT") and not is_noise(cell):
+                told[task, bits, way] = cell[0]
+    assert told == {("SST-2, accuracy", 3, "rounded"): "+"}
     assert served["transformers"]["difference"] == 0.0 and served["llama.cpp"]["of"] == 128
     assert f"llama.cpp chose the same {served['llama.cpp']['equal_tokens']} tokens" in text
     assert f"vLLM {served['vllm']['equal_tokens']}, parting at ties" in text
