@@ -27,6 +27,9 @@ GROUPS: dict[str, dict[str, Any]] = {
     "per channel, full": {"quantize_groups": "per_channel", "quantize_algo": {"range": "full"}},
     "groups of 64, full": {"quantize_group_size": 64, "quantize_algo": {"range": "full"}},
     "groups of 32, full": {"quantize_group_size": 32, "quantize_algo": {"range": "full"}},
+    "groups of 128, full": {"quantize_group_size": 128, "quantize_algo": {"range": "full"}},
+    "groups of 128, absmax": {"quantize_group_size": 128, "quantize_algo": {"range": "full", "scale": "absmax"}},
+    "groups of 32, absmax": {"quantize_group_size": 32, "quantize_algo": {"range": "full", "scale": "absmax"}},
     "per channel, asymmetric": {"quantize_groups": "per_channel", "quantize_algo": {"q_type": "asymmetric"}},
     "groups of 64, asymmetric": {"quantize_group_size": 64, "quantize_algo": {"q_type": "asymmetric"}},
     "groups of 32, asymmetric": {"quantize_group_size": 32, "quantize_algo": {"q_type": "asymmetric"}},
@@ -142,6 +145,7 @@ TAUGHT: dict[str, Any] = {"moq": {"distillation": {"teacher": OWN, "labels": 1.0
 
 # Of the plans in bfloat16: a float run also tells what its model is worth when quantized to these.
 LOW_GRIDS = ("per channel", "per channel, full", "groups of 32, full")
+MORE_GRIDS = ("groups of 64, full", "groups of 128, full", "groups of 128, absmax", "groups of 32, absmax")
 LOW_FLOAT = replace(FLOAT, after=(4, 3, 2), after_groups=LOW_GRIDS)
 
 
@@ -152,11 +156,12 @@ def taught(bits: int, groups: str, start: int = 0, deadline: float = 0.3, **more
     return ramp(start or bits, bits, deadline, name, options.pop("moq"), **options)
 
 
-def finished(bits: int, name: str, warm_times: float, **more: Any) -> Arm:
+def finished(bits: int, name: str, warm_times: float, relations: float = 0.0, **more: Any) -> Arm:
     """Taught by a float model of the learning rates of `LONG_RATES`, and at these."""
-    moq = {"distillation": {"teacher": LONG_OWN, "labels": 1.0}}
+    teaching = {"teacher": LONG_OWN, "labels": 1.0, **({"relations": relations} if relations else {})}
+    moq = {"distillation": teaching}
     rates = {"learning_rate": LONG_OWN, "warm": LONG_OWN, "warm_times": warm_times}
-    return qat(bits, name, moq, groups="per channel, full", **rates, **more)
+    return qat(bits, name, moq, groups="per channel, full", **{**rates, **more})
 
 
 # Ways to share out the same number of steps at 2 bits.
@@ -211,10 +216,32 @@ PLANS = {
         bf16=True,
     ),
     "fair": Plan((replace(LONG, after=(4, 3, 2), after_groups=LOW_GRIDS),), tasks=("mrpc", "cola", "sst2"), bf16=True),
+    # What other grids make of the same models, without a step.
+    "grids": Plan((replace(LONG, after=(4, 3, 2), after_groups=MORE_GRIDS),), seeds=(2, 3, 4, 5), bf16=True),
     # What may close the gap to them at 2 bits: one of them, finished, as start and teacher, which takes half as many
     # steps again.
     "gap": Plan(
         (finished(2, "basic QAT from a finished float model", warm_times=2),), tasks=("mrpc", "cola", "sst2"), bf16=True
+    ),
+    # The same with more to learn from the teacher.
+    "relations": Plan(
+        (finished(2, "the same, with relations", warm_times=2, relations=1.0),),
+        tasks=("mrpc", "cola", "sst2"),
+        bf16=True,
+    ),
+    # The learning rate of that, on rows on which nothing else is scored.
+    "pupils": Plan(
+        (
+            LONG,
+            *(
+                finished(2, "basic QAT from a finished float model", warm_times=2, learning_rate=rate)
+                for rate in (1e-4, 2e-4, 4e-4)
+            ),
+        ),
+        tasks=("mrpc", "cola"),
+        seeds=(11, 12),
+        bf16=True,
+        held_out=True,
     ),
     # How to share out as many steps: compared on rows on which nothing else is scored, so that the other rows can
     # judge what is chosen.

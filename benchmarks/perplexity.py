@@ -8,13 +8,15 @@ seed is what every other arm of the seed begins with, and all of them train for 
 
 - float: the model itself, no further step; "float, trained on": further steps in float.
 - rounded: the float model at its bits, the same search for scales, no further step.
+- GPTQ: the float model rounded by llm-compressor. It wants another version of transformers, so run `--arms GPTQ` in an
+  environment that has it, after the others.
 - basic QAT: at its bits from the first further step.
 - MoQ: from 8 bits down to its bits within 0.3 of the further steps, period "auto".
 - taught: basic QAT with the float model as its teacher.
 
 Weights of all linear layers but the head have a scale per 32 columns; head and embedding table are float. The other
-`GRIDS` are of 4 bits, without MoQ. Each run
-appends one line to `--output` and is skipped where its line is there. Perplexity is per token, over each token of the
+`GRIDS` are of 4 bits, without MoQ, on the smaller of the `SIZES` alone. Each run appends one line to `--output` and is
+skipped where its line is there. Perplexity is per token, over each token of the
 held-out modules but the first.
 """
 
@@ -35,7 +37,9 @@ from lines import Lines
 from report_study import paired
 
 ROUNDED, ON, BASIC, MOQ, TAUGHT = "rounded", "float, trained on", "basic QAT", "MoQ", "taught"
+GPTQ = "GPTQ"
 BITS, SEEDS = (4, 3, 2), (1, 2, 3)
+CALIBRATION = 512  # Blocks of the text for training, for GPTQ.
 HALVES = {"quantize_algo": {"scale_dtype": "bfloat16"}}
 GRIDS: dict[str, dict[str, Any]] = {
     "": {"quantize_group_size": 32},
@@ -48,7 +52,7 @@ GRIDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a study have in common."""
+    """What runs on models of one size have in common; `rate` is of the float model, `further_rate` of the others."""
 
     vocabulary: int = 2048
     hidden: int = 128
@@ -60,6 +64,23 @@ class Settings:
     steps: int = 800
     further_steps: int = 100
     rate: float = 3e-3
+    further_rate: float = 1e-3
+    bf16: bool = False
+
+    def identity(self) -> dict[str, Any]:
+        """Those that tell lines apart; bfloat16 only where it is used."""
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name != "further_rate" and (name, value) != ("bf16", False)
+        }
+
+
+# By what the tables call them.
+SIZES = {
+    "1.3M": Settings(),
+    "10M": Settings(hidden=384, intermediate=1024, layers=5, heads=6, rate=2e-3, further_rate=5e-4, bf16=True),
+}
 
 
 @dataclass(frozen=True)
@@ -155,7 +176,7 @@ class Study:
         """The float model of a seed, trained if it is not there."""
         from transformers import LlamaForCausalLM
 
-        folder = self.models / f"float-{seed}"
+        folder = self.models / f"float-{self.settings.hidden}-{seed}"
         if not (folder / "config.json").exists():
             model = self.new_model(seed)
             train(self, model, seed, self.settings.steps, self.settings.rate)
@@ -214,6 +235,7 @@ def train(
             report_to=[],
             disable_tqdm=True,
             use_cpu=True,
+            bf16=study.settings.bf16,
         )
         rows = [{"input_ids": block, "labels": block} for block in study.train]
         trainer = MoQTrainer(model, arguments, train_dataset=rows, moq_config=config, teacher=teacher)
@@ -224,13 +246,17 @@ def train(
 
 def execute(study: Study, run: Run) -> dict[str, Any]:
     """Train and evaluate; the line to write."""
-    from moq_hf import quantize_model
-
     began, cpu = time.perf_counter(), time.process_time()
     model = study.float_model(run.seed)
-    line: dict[str, Any] = {"steps": 0}
+    # Here, as quantizing may add scales to them.
+    line: dict[str, Any] = {"steps": 0, "parameters": sum(parameter.numel() for parameter in model.parameters())}
     if run.arm == ROUNDED:
+        from moq_hf import quantize_model
+
         quantize_model(model, run.config())
+    elif run.arm == GPTQ:
+        round_by_gptq(study, model, run.bits)
+        line["llmcompressor"] = metadata.version("llmcompressor")
     elif run.arm != "float":
         teacher = copy.deepcopy(model) if run.arm == TAUGHT else None
         steps = study.settings.further_steps
@@ -246,7 +272,6 @@ def execute(study: Study, run: Run) -> dict[str, Any]:
         **study.perplexity(model),
         **line,
         "moq": run.config(),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "tokens": {"train": study.train.numel(), "validation": study.validation.numel()},
         "validation_bytes": study.bytes,
         "tokenizers": metadata.version("tokenizers"),
@@ -255,37 +280,62 @@ def execute(study: Study, run: Run) -> dict[str, Any]:
     }
 
 
+def round_by_gptq(study: Study, model: Any, bits: int) -> None:
+    """Round the layers by llm-compressor, in place: groups of 32, the full range, clipped by least squares."""
+    import torch
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import GPTQModifier
+    from transformers import PreTrainedTokenizerFast
+
+    chosen = torch.randperm(len(study.train), generator=torch.Generator().manual_seed(0))[:CALIBRATION]
+    blocks = study.train[chosen].tolist()
+    weights = QuantizationArgs(num_bits=bits, strategy="group", group_size=32, observer="mse")
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    oneshot(
+        model=model,
+        processor=PreTrainedTokenizerFast(tokenizer_object=study.tokenizer),
+        dataset=Dataset.from_dict({"input_ids": blocks, "attention_mask": [[1] * len(block) for block in blocks]}),
+        recipe=GPTQModifier(config_groups={"linear": scheme}, ignore=["lm_head"]),
+        max_seq_length=study.settings.context,
+        num_calibration_samples=CALIBRATION,
+    )
+
+
 def identity(study: Study, run: Run) -> dict[str, Any]:
     """What tells a line from others."""
     own = {name: value for name, value in asdict(run).items() if value != ""}
-    return {**own, "settings": asdict(study.settings), "corpus": study.corpus.digest()}
+    return {**own, "settings": study.settings.identity(), "corpus": study.corpus.digest()}
 
 
-def runs(rate: float, seeds: Sequence[int] = SEEDS, arms: Sequence[str] | None = None) -> Iterator[Run]:
-    """Seed by seed, so that lines written so far compare the same seeds."""
+def runs(size: str, rate: float | None = None, seeds: Sequence[int] = SEEDS) -> Iterator[Run]:
+    """Seed by seed, so that lines written so far compare the same seeds; `rate` None is the size's own."""
+    rate = SIZES[size].further_rate if rate is None else rate
+    is_small = size == next(iter(SIZES))
     for seed in seeds:
-        every = [Run("float", 32, seed, 0.0), Run(ON, 32, seed, rate)]
+        yield from (Run("float", 32, seed, 0.0), Run(ON, 32, seed, rate))
         for bits in BITS:
-            every.append(Run(ROUNDED, bits, seed, 0.0))
-            every.extend(Run(arm, bits, seed, rate) for arm in (BASIC, MOQ, TAUGHT))
-        for grid in filter(None, GRIDS):
-            every.append(Run(ROUNDED, 4, seed, 0.0, grid))
-            every.extend(Run(arm, 4, seed, rate, grid) for arm in (BASIC, TAUGHT))
-        yield from (run for run in every if arms is None or run.arm in arms)
+            yield from (Run(arm, bits, seed, 0.0) for arm in (ROUNDED, GPTQ))
+            yield from (Run(arm, bits, seed, rate) for arm in (BASIC, MOQ, TAUGHT) if is_small or arm != MOQ)
+        for grid in filter(None, GRIDS if is_small else ()):
+            yield Run(ROUNDED, 4, seed, 0.0, grid)
+            yield from (Run(arm, 4, seed, rate, grid) for arm in (BASIC, TAUGHT))
 
 
 class Found:
     """The values of the lines that count, by arm and bits, then seed.
 
     Args:
-        lines: Those of the output file; of other settings than `Settings()` and of other learning rates none counts.
-        rate: Of the further steps.
+        lines: Those of the output file.
+        size: One of `SIZES`; lines of other settings do not count.
+        rate: Of the further steps; None is the size's own.
     """
 
-    def __init__(self, lines: Sequence[Mapping[str, Any]], rate: float) -> None:
-        counted = [line for line in lines if line["settings"] == asdict(Settings()) and line["seed"] in SEEDS]
+    def __init__(self, lines: Sequence[Mapping[str, Any]], size: str, rate: float | None = None) -> None:
+        counted = [line for line in lines if line["settings"] == SIZES[size].identity() and line["seed"] in SEEDS]
         self.lines: dict[tuple[str, int, str], dict[int, Mapping[str, Any]]] = {}
-        for run in runs(rate, SEEDS[:1]):
+        for run in runs(size, rate, SEEDS[:1]):
             wanted = (run.arm, run.bits, run.rate, run.grid)
             own = [
                 line for line in counted if (line["arm"], line["bits"], line["rate"], line.get("grid", "")) == wanted
@@ -302,14 +352,21 @@ class Found:
         share = {seed: 100 * value / theirs[seed] for seed, value in ours.items() if seed in theirs}
         return paired(share, dict.fromkeys(share, 100.0))
 
-    def summary(self) -> str:
-        """A Markdown table of the differences to the float model of as many steps, a grid a line."""
-        arms = {ROUNDED: "float", BASIC: ON, MOQ: ON, TAUGHT: ON}
-        rows = [["bits", *arms], ["---"] * (1 + len(arms))]
-        names = {(bits, ""): str(bits) for bits in BITS} | {(4, grid): grid for grid in filter(None, GRIDS)}
-        for (bits, grid), name in names.items():
-            rows.append([name, *(self.against(arm, bits, other, grid) for arm, other in arms.items())])
-        return markdown(rows)
+    def rows(self) -> Iterator[list[str]]:
+        """The differences to the float model of as many steps, a grid a line."""
+        arms = {ROUNDED: "float", GPTQ: "float", BASIC: ON, MOQ: ON, TAUGHT: ON}
+        for bits, grid in dict.fromkeys((bits, grid) for _, bits, grid in self.lines if bits != 32):
+            name = grid.replace("groups of ", "") or str(bits)
+            yield [name, *(self.against(arm, bits, other, grid) for arm, other in arms.items())]
+
+
+def summary(lines: Sequence[Mapping[str, Any]], rate: float | None = None) -> str:
+    """A Markdown table of the differences to the float model of as many steps."""
+    rows = [["weights", "bits", ROUNDED, GPTQ, BASIC, MOQ, TAUGHT]]
+    rows.append(["---"] * len(rows[0]))
+    for size in SIZES:
+        rows.extend(["" if index else size, *row] for index, row in enumerate(Found(lines, size, rate).rows()))
+    return markdown(rows)
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -317,17 +374,14 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def report(path: Path, rate: float) -> None:
-    """Print the table."""
-    print(Found(Lines(path).lines, rate).summary())
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run what is missing, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of the further steps")
-    parser.add_argument("--arms", nargs="+", choices=["float", ON, ROUNDED, BASIC, MOQ, TAUGHT])
+    parser.add_argument("--rate", type=float, help="learning rate of the further steps; default: the size's own")
+    arms = ["float", ON, ROUNDED, BASIC, MOQ, TAUGHT]
+    parser.add_argument("--arms", nargs="+", choices=[*arms, GPTQ], default=arms)
     parser.add_argument("--bits", nargs="+", type=int, choices=BITS, default=list(BITS))
     parser.add_argument("--model_dir", type=Path, default=Path("runs/perplexity"))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "perplexity.jsonl")
@@ -335,21 +389,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--further_steps", type=int)
     args = parser.parse_args(argv)
+    lines = Lines(args.output)
     if args.report:
-        report(args.output, args.rate)
+        print(summary(lines.lines, args.rate))
         return
     import torch
 
     torch.set_num_threads(1)
     logging.getLogger("moq_hf").setLevel(logging.ERROR)
     given = {name: getattr(args, name) for name in ("steps", "further_steps") if getattr(args, name) is not None}
-    study = Study(replace(Settings(), **given), args.model_dir)
-    lines = Lines(args.output)
-    for run in runs(args.rate, args.seeds, args.arms):
-        if run.bits in (32, *args.bits) and not lines.has(**identity(study, run)):
-            line = execute(study, run)
-            lines.add(line)
-            print(run, f"{line['perplexity']:.3f}", line["seconds"], flush=True)
+    for size in args.sizes:
+        study = Study(replace(SIZES[size], **given), args.model_dir)
+        for run in runs(size, args.rate, args.seeds):
+            is_wanted = run.arm in args.arms and run.bits in (32, *args.bits)
+            # A line of no grid's name has none.
+            if is_wanted and not lines.has(**{"grid": None, **identity(study, run)}):
+                line = execute(study, run)
+                lines.add(line)
+                print(run, round(line["perplexity"], 3), line["seconds"], flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import perplexity
+from glue_plans import MORE_GRIDS
 from lines import Lines
 from report_study import FLOAT, LONG, LONG_RATES, TASKS, Ways, average, paired, scores, spread
 
@@ -43,6 +44,7 @@ def lines_of(name: str) -> list[dict[str, Any]]:
 MOQ_HF = Ways("basic QAT, float first")
 # That model as start and teacher: half as many steps again.
 FINISHED = Ways("basic QAT from a finished float model", rates=LONG_RATES)
+RELATIONS = FINISHED._replace(arm="the same, with relations")
 # What is compared at equal steps, and what the float model of as many steps is worth when it is rounded.
 RECIPES = {
     "rounding": LONG._replace(arm="after training", groups="per channel, full"),
@@ -108,6 +110,18 @@ def rates() -> list[list[Any]]:
     return found
 
 
+def grids() -> list[list[Any]]:
+    """The same float models rounded on each grid, in points against them, on the mean of three tasks."""
+    found: list[list[Any]] = [["scales", "search", *(f"{bits} bits" for bits in BITS)]]
+    reference = average(ALL, LONG)
+    for name in ("per channel, full", "groups of 32, full", *MORE_GRIDS):
+        where, how = name.split(", ")
+        own = [average(ALL, RECIPES["rounding"]._replace(groups=name), bits) for bits in BITS]
+        search = "mse" if how == "full" else how
+        found.append([where, search, *(paired(each, reference) if len(each) > 1 else "" for each in own)])
+    return found
+
+
 class Change(NamedTuple):
     """An arm at each of its bits, and what it is held against at the same bits."""
 
@@ -157,6 +171,9 @@ CHANGES = {
         Change("half of the steps", at(taught(", half the steps", times=0.5), 2), TWO),
         Change("twice the steps", at(taught(", twice the steps", times=2), 2), ONE),
     ),
+    "half as many steps from a finished float model, which is the teacher": (
+        Change("relations of queries, keys and values too", at(RELATIONS, 2), against=FINISHED),
+    ),
     "basic QAT from the pretrained model": (
         Change("bits that fall from 8", at(FALLING, *BITS), against=PRETRAINED),
         Change(
@@ -204,7 +221,7 @@ def arms() -> list[list[Any]]:
                 for bits, ways in change.arms.items()
             }
             (seeds,) = {len(ours.keys() & theirs.keys()) for ours, theirs in pairs.values()}
-            names = "all three" if change.tasks == ALL else ", ".join(TASKS[task] for task in change.tasks)
+            names = "all" if change.tasks == ALL else ", ".join(TASKS[task] for task in change.tasks)
             cells = [paired(*pairs[bits]) if bits in pairs else "" for bits in BITS]
             found.append([change.text, names, seeds, *cells])
     return found
@@ -212,7 +229,7 @@ def arms() -> list[list[Any]]:
 
 def language_model() -> list[list[Any]]:
     """Perplexity against the float model of as many steps, in percent."""
-    return cells_of(perplexity.Found(Lines(RESULTS / "perplexity.jsonl").lines, 1e-3).summary().splitlines())
+    return cells_of(perplexity.summary(Lines(RESULTS / "perplexity.jsonl").lines).splitlines())
 
 
 def merged_lora() -> list[list[Any]]:
@@ -253,8 +270,7 @@ def lora_cost() -> list[list[Any]]:
 
 
 def other_tasks() -> list[list[Any]]:
-    """F1 of roles and spans against the float model of half the steps."""
-    arms = {"rounding": "rounded", "basic QAT": "basic QAT", "moq_hf": "float first, basic QAT"}
+    """F1 of roles and spans, of basic QAT and of float first in as many steps."""
     # The rate is the better of two for the float model, with seed 1.
     lines = [line for line in lines_of("tasks") if line["rate"] == 2e-4]
 
@@ -263,12 +279,12 @@ def other_tasks() -> list[list[Any]]:
         own = [line for line in lines if (line["task"], line["arm"], line["bits"]) == wanted]
         return {line["seed"]: 100 * line["metrics"]["f1"] for line in own}
 
-    found: list[list[Any]] = [["task", "bits", "float of half the steps", *arms]]
+    found: list[list[Any]] = [["task", "bits", "basic QAT", "moq_hf"]]
     for task, name in (("roles", "token classification"), ("spans", "question answering")):
-        reference = scores(task, "float", 32)
         for bits in (3, 2):
-            of_arms = [scores(task, each, bits) for each in arms.values()]
-            found.append([name, bits, f"{mean(reference):.1f}", *(paired(own, reference) for own in of_arms)])
+            basic = scores(task, "basic QAT", bits)
+            ours = scores(task, "float first, basic QAT", bits)
+            found.append([name, bits, f"{mean(basic):.1f}", paired(ours, basic)])
     return found
 
 
@@ -380,18 +396,13 @@ def embedding_speeds() -> list[list[Any]]:
 
 
 def rerankers() -> list[list[Any]]:
-    """Scores of a cross-encoder on MRPC."""
-    kinds: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    """Average precision of a cross-encoder on MRPC's pairs, in points against float."""
+    ways = ("rounded", "moq_hf")
+    scores: dict[tuple[int, str], dict[int, float]] = {}
     for line in lines_of("reranker"):
-        kinds.setdefault((line["bits"], line["how"]), []).append(line)
-    whole = kinds[32, "float"][0]["bytes"]
-    names = ("average_precision", "mrr")
-    found: list[list[Any]] = [["bits", "how", "average precision", "MRR@10", "folder over float"]]
-    for (bits, how), own in kinds.items():
-        size = f"{own[0]['bytes'] / whole:.2f}" if "bytes" in own[0] else ""
-        cells = [spread([line[name] for line in own], 1) for name in names]
-        found.append([bits if bits < 32 else "", how, *cells, size])
-    return found
+        scores.setdefault((line["bits"], line["how"]), {})[line["seed"]] = line["average_precision"]
+    reference = scores[32, "float"]
+    return [["bits", *ways], *([bits, *(paired(scores[bits, way], reference) for way in ways)] for bits in (4, 2))]
 
 
 def outliers() -> list[list[Any]]:
@@ -441,13 +452,13 @@ def w8a8() -> list[list[Any]]:
     """How far vLLM's answers with rounded inputs are from transformers', with equal tokens of 16."""
     measured = document("served_int8")
     found: list[list[Any]] = [
-        ["model", "scale of inputs", "float32", "bfloat16", "transformers' bfloat16 from float32"]
+        ["model", "inputs' scale", "float32, equal", "bfloat16, equal", "transformers' bfloat16"]
     ]
     for kind in ("Llama", "Qwen3", "Gemma3", "sft"):
         for scale in ("static", "per_token"):
             cases = [measured["cases"][f"{kind} {scale} {dtype}"] for dtype in ("float32", "bfloat16")]
-            cells = [f"{case['largest_difference']:.0e}, {case['same_tokens']} equal" for case in cases]
-            name = "Llama of TRL's SFTTrainer" if kind == "sft" else kind
+            cells = [f"{case['largest_difference']:.0e}, {case['same_tokens']}" for case in cases]
+            name = "SFT" if kind == "sft" else kind
             found.append([name, scale, *cells, f"{cases[1]['from_float32']:.0e}"])
     return found
 
@@ -471,7 +482,8 @@ def in_javascript() -> list[list[Any]]:
     found: list[list[Any]] = [["model", "dtype", "size of float", "against PyTorch", "speed in Node", "in WebAssembly"]]
     for model, measured in document("hub_names")["models"].items():
         task, _, bits = model.partition("-")
-        for dtype in ("q8", f"q{bits}") if "wasm" in measured else ():
+        # q8 computes alike at 4 and 2 bits.
+        for dtype in (*(["q8"] if bits == "4" else []), f"q{bits}") if "wasm" in measured else ():
             said = measured["transformers.js"][dtype]
             share = measured["bytes"][f"onnx/model{suffixes[dtype]}.onnx"] / measured["bytes"]["float"]
             answers = f"{said['difference']:.0e}" if task == "classify" else f"{said['equal tokens']} tokens"
@@ -604,6 +616,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "equal steps": equal_steps,
     "rates": rates,
     "arms": arms,
+    "grids": grids,
     "language model": language_model,
     "merged lora": merged_lora,
     "lora cost": lora_cost,

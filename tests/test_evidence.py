@@ -78,8 +78,10 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     for plan in ("recipes", "main"):
         assert len(glue_plans.PLANS[plan].seeds) == 5
     assert len(glue_plans.PLANS["phases"].seeds) == len(perplexity.SEEDS) == 3
-    parameters = {line["parameters"] for line in Lines(RESULTS / "perplexity.jsonl").lines}
-    assert [f"A Llama of {count / 1e6:.2f} million weights" in text for count in parameters] == [True]
+    parameters = sorted({line["parameters"] for line in Lines(RESULTS / "perplexity.jsonl").lines})
+    assert "Llamas of {:.2f} and {:.2f} million weights".format(*(count / 1e6 for count in parameters)) in text
+    (led, *others) = (row[3].partition(" ± ") for row in results_page.other_tasks()[1:])
+    assert float(led[0]) < -float(led[2]) and all(is_noise("".join(each)) for each in others)
     grids = [grid for line in results_page.lines_of("sensitivity") for grid in line["grids"].values()]
     ranks = [of_bits["divergence"] for grid in grids for of_bits in grid["ranks"].values()]
     spans = {
