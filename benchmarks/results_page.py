@@ -451,9 +451,7 @@ def llama_cpp() -> list[list[Any]]:
 def w8a8() -> list[list[Any]]:
     """How far vLLM's answers with rounded inputs are from transformers', with equal tokens of 16."""
     measured = document("served_int8")
-    found: list[list[Any]] = [
-        ["model", "inputs' scale", "float32, equal", "bfloat16, equal", "transformers' bfloat16"]
-    ]
+    found: list[list[Any]] = [["model", "inputs' scale", "float32, equal", "bfloat16, equal", "transformers' bfloat16"]]
     for kind in ("Llama", "Qwen3", "Gemma3", "sft"):
         for scale in ("static", "per_token"):
             cases = [measured["cases"][f"{kind} {scale} {dtype}"] for dtype in ("float32", "bfloat16")]
