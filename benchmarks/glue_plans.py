@@ -145,7 +145,7 @@ TAUGHT: dict[str, Any] = {"moq": {"distillation": {"teacher": OWN, "labels": 1.0
 
 # Of the plans in bfloat16: a float run also tells what its model is worth when quantized to these.
 LOW_GRIDS = ("per channel", "per channel, full", "groups of 32, full")
-MORE_GRIDS = ("groups of 64, full", "groups of 128, full", "groups of 128, absmax", "groups of 32, absmax")
+MORE_GRIDS = ("groups of 128, full", "groups of 64, full", "groups of 128, absmax", "groups of 32, absmax")
 LOW_FLOAT = replace(FLOAT, after=(4, 3, 2), after_groups=LOW_GRIDS)
 
 

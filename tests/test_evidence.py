@@ -98,6 +98,14 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     }
     assert all(of_ours > of_basic for _, of_basic, of_ours in rows.values())
     assert sum(rows[task][0] < rows[task][2] for task in report_study.TASKS.values()) == 2
+    grid = {name: rounding._replace(groups=name) for name in glue_plans.GROUPS}
+    led = [lead(bits, rounding, grid["per channel, full"]) for bits in (4, 3)]
+    assert f"Groups of 32 lead a scale per channel by {led[0]} at 4 bits and {led[1]} at 3".replace("+", "") in text
+    assert not any(map(is_noise, led))
+    assert all(is_noise(lead(3, grid[f"groups of {size}, full"], grid["per channel, full"])) for size in (64, 128))
+    assert all(
+        is_noise(lead(4, *(grid[f"groups of {size}, {how}"] for how in ("absmax", "full")))) for size in (32, 128)
+    )
     near = lead(2, results_page.FINISHED, ours)
     assert is_noise(near) and f"from a finished model end near it ({near})" in text
 
