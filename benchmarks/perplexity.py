@@ -39,6 +39,8 @@ from report_study import paired
 ROUNDED, ON, BASIC, MOQ, TAUGHT = "rounded", "float, trained on", "basic QAT", "MoQ", "taught"
 GPTQ = "GPTQ"
 BITS, SEEDS = (4, 3, 2), (1, 2, 3)
+# The float model of as many steps of each arm.
+REFERENCES = {ROUNDED: "float", GPTQ: "float", BASIC: ON, MOQ: ON, TAUGHT: ON}
 CALIBRATION = 512  # Blocks of the text for training, for GPTQ.
 HALVES = {"quantize_algo": {"scale_dtype": "bfloat16"}}
 GRIDS: dict[str, dict[str, Any]] = {
@@ -346,23 +348,23 @@ class Found:
         """Perplexity by seed."""
         return {seed: line["perplexity"] for seed, line in self.lines.get((arm, bits, grid), {}).items()}
 
-    def against(self, arm: str, bits: int, other: str, grid: str = "") -> str:
-        """The paired difference in perplexity to a float arm, or to another one of the same bits, in percent of it."""
-        ours, theirs = self.of(arm, bits, grid), self.of(other, 32 if other in ("float", ON) else bits)
-        share = {seed: 100 * value / theirs[seed] for seed, value in ours.items() if seed in theirs}
-        return paired(share, dict.fromkeys(share, 100.0))
+    def shares(self, arm: str, bits: int, grid: str = "") -> dict[int, float]:
+        """Perplexity above that of the float model of as many steps, in percent of it, by seed."""
+        reference = self.of(REFERENCES[arm], 32)
+        ours = self.of(arm, bits, grid)
+        return {seed: 100 * value / reference[seed] - 100 for seed, value in ours.items() if seed in reference}
 
     def rows(self) -> Iterator[list[str]]:
         """The differences to the float model of as many steps, a grid a line."""
-        arms = {ROUNDED: "float", GPTQ: "float", BASIC: ON, MOQ: ON, TAUGHT: ON}
         for bits, grid in dict.fromkeys((bits, grid) for _, bits, grid in self.lines if bits != 32):
             name = grid.replace("groups of ", "") or str(bits)
-            yield [name, *(self.against(arm, bits, other, grid) for arm, other in arms.items())]
+            shares = [self.shares(arm, bits, grid) for arm in REFERENCES]
+            yield [name, *(paired(each, dict.fromkeys(each, 0.0)) for each in shares)]
 
 
 def summary(lines: Sequence[Mapping[str, Any]], rate: float | None = None) -> str:
     """A Markdown table of the differences to the float model of as many steps."""
-    rows = [["weights", "bits", ROUNDED, GPTQ, BASIC, MOQ, TAUGHT]]
+    rows = [["weights", "bits", *REFERENCES]]
     rows.append(["---"] * len(rows[0]))
     for size in SIZES:
         rows.extend(["" if index else size, *row] for index, row in enumerate(Found(lines, size, rate).rows()))

@@ -110,6 +110,32 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     assert is_noise(near) and f"from a finished model end near it ({near})" in text
 
 
+def test_what_is_said_of_language_models() -> None:
+    lines = Lines(RESULTS / "perplexity.jsonl").lines
+    sizes = [perplexity.Found(lines, size) for size in perplexity.SIZES]
+
+    def lead(found: perplexity.Found, bits: int, arm: str, other: str) -> str:
+        return report_study.paired(found.shares(other, bits), found.shares(arm, bits))
+
+    def cost(arm: str, bits: int) -> str:
+        means = (sum(found.shares(arm, bits).values()) / len(perplexity.SEEDS) for found in sizes)
+        return "{:.1f} and {:.1f} %".format(*means)
+
+    basic, gptq, rounded, taught = perplexity.BASIC, perplexity.GPTQ, perplexity.ROUNDED, perplexity.TAUGHT
+    for found in sizes:
+        assert not any(is_win(lead(found, bits, basic, gptq)) for bits in perplexity.BITS)
+        assert [bits for bits in perplexity.BITS if is_win(lead(found, bits, basic, rounded))] == [2]
+        assert all(is_win(lead(found, bits, taught, basic)) for bits in perplexity.BITS)
+    larger = [lead(sizes[1], bits, taught, gptq) for bits in perplexity.BITS]
+    assert all(map(is_win, larger))
+    told = "larger model by {}, {} and {} at 4, 3 and 2 bits".format(*larger).replace("+", "")
+    assert told in results_text("recipes")
+    guide = " ".join(page("docs/guide/language-models.md").split())
+    assert f"rounding a float model to 4 bits cost {cost(rounded, 4)} of perplexity" in guide
+    assert f"At 2 bits rounding cost {cost(rounded, 2)}, GPTQ by llm-compressor {cost(gptq, 2)}" in guide
+    assert f"basic QAT {cost(basic, 2)} and QAT with a teacher {cost(taught, 2)}: give one" in guide
+
+
 def test_what_recipes_say_of_lora() -> None:
     text, served = results_text("recipes"), result("lora_served")["clients"]
     assert "All that was delivered answered as it was evaluated." in text
@@ -120,7 +146,7 @@ def test_what_recipes_say_of_lora() -> None:
         seeds.setdefault((line["task"], line["bits"], line["way"]), set()).add(line["seed"])
     assert "Three seeds;" in text and {frozenset(each - {10}) for each in seeds.values()} == {frozenset({11, 12, 13})}
     told = {}
-    for task, bits, _, *others in results_page.merged_lora()[1:]:
+    for task, bits, _, *others in results_page.merged_lora(("sst2", "sft", "dpo"))[1:]:
         for way, cell in zip(("beside", "rounded", "full"), others, strict=True):
             if not task.startswith("SFT") and not is_noise(cell):
                 told[task, bits, way] = cell[0]
@@ -188,6 +214,10 @@ def lead(bits: int, ahead: report_study.Ways, behind: report_study.Ways) -> str:
 def is_noise(difference: str) -> bool:
     points, half = map(float, difference.split(" ± "))
     return abs(points) <= half
+
+
+def is_win(difference: str) -> bool:
+    return float(difference.split(" ± ")[0]) > 0 and not is_noise(difference)
 
 
 def test_page_one_says_where_training_loses() -> None:
