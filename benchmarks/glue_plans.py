@@ -156,12 +156,11 @@ def taught(bits: int, groups: str, start: int = 0, deadline: float = 0.3, **more
     return ramp(start or bits, bits, deadline, name, options.pop("moq"), **options)
 
 
-def finished(bits: int, name: str, warm_times: float, relations: float = 0.0, **more: Any) -> Arm:
+def finished(bits: int, name: str, warm_times: float, **more: Any) -> Arm:
     """Taught by a float model of the learning rates of `LONG_RATES`, and at these."""
-    teaching = {"teacher": LONG_OWN, "labels": 1.0, **({"relations": relations} if relations else {})}
-    moq = {"distillation": teaching}
+    moq = {"distillation": {"teacher": LONG_OWN, "labels": 1.0}}
     rates = {"learning_rate": LONG_OWN, "warm": LONG_OWN, "warm_times": warm_times}
-    return qat(bits, name, moq, groups="per channel, full", **{**rates, **more})
+    return qat(bits, name, moq, groups="per channel, full", **rates, **more)
 
 
 # Ways to share out the same number of steps at 2 bits.
@@ -222,26 +221,6 @@ PLANS = {
     # steps again.
     "gap": Plan(
         (finished(2, "basic QAT from a finished float model", warm_times=2),), tasks=("mrpc", "cola", "sst2"), bf16=True
-    ),
-    # The same with more to learn from the teacher.
-    "relations": Plan(
-        (finished(2, "the same, with relations", warm_times=2, relations=1.0),),
-        tasks=("mrpc", "cola", "sst2"),
-        bf16=True,
-    ),
-    # The learning rate of that, on rows on which nothing else is scored.
-    "pupils": Plan(
-        (
-            LONG,
-            *(
-                finished(2, "basic QAT from a finished float model", warm_times=2, learning_rate=rate)
-                for rate in (1e-4, 2e-4, 4e-4)
-            ),
-        ),
-        tasks=("mrpc", "cola"),
-        seeds=(11, 12),
-        bf16=True,
-        held_out=True,
     ),
     # How to share out as many steps: compared on rows on which nothing else is scored, so that the other rows can
     # judge what is chosen.
