@@ -148,9 +148,12 @@ def test_what_recipes_say_of_lora() -> None:
     told = {}
     for task, bits, _, *others in results_page.merged_lora(("sst2", "sft", "dpo"))[1:]:
         for way, cell in zip(("beside", "rounded", "full"), others, strict=True):
-            if not task.startswith("SFT") and not is_noise(cell):
+            if not is_noise(cell):
                 told[task, bits, way] = cell[0]
-    assert told == {("SST-2, accuracy", 3, "rounded"): "+"}
+    full = {("SFT, perplexity", bits, "full"): "-" for bits in (4, 3, 2)}
+    beside = {("SFT, perplexity", bits, "beside"): "-" for bits in (4, 2)}
+    rounded = {("SST-2, accuracy", 3, "rounded"): "+", ("SFT, perplexity", 2, "rounded"): "+"}
+    assert told == {**full, **beside, **rounded}
     assert served["transformers"]["difference"] == 0.0 and served["llama.cpp"]["of"] == 128
     assert f"llama.cpp chose the same {served['llama.cpp']['equal_tokens']} tokens" in text
     assert f"vLLM {served['vllm']['equal_tokens']}, parting at ties" in text
@@ -178,6 +181,9 @@ def test_what_deployed_says_outside_of_its_tables() -> None:
     largest = max(said.get("difference", 0.0) for said in exact)
     assert f"`fp32` its answers to {math.ceil(largest * 1e6)}e-06" in text
     assert {said.get("equal tokens", "64 of 64") for said in exact} == {"64 of 64"}
+    (_, rounded, ours), (_, *of_two) = results_page.rerankers()[1:]
+    assert f"moq_hf's average precision is {ours.removeprefix('-')} points below" in text
+    assert not is_noise(ours) and all(map(is_noise, (rounded, *of_two)))
     times: dict[str, list[float]] = {}
     for line in result("deploy_minilm_avx2")["timings"]:
         times.setdefault(line["engine"], []).append(line["p50"])
