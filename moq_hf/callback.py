@@ -247,7 +247,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         self._find_trainer(state)
         inventory = take_inventory(kwargs["model"], self.config)
-        if is_quantized(inventory.modules.values()):
+        if is_quantized(inventory.model):
             # By an earlier run: until training begins, evaluating it must give what
             # that run delivered.
             if (

@@ -133,15 +133,15 @@ def plain_name(name: str, added: Iterable[str]) -> str | None:
     >>> plain_name("pooler.modules_to_save.default.dense", ["pooler.original_module"])
     'pooler.dense'
     """
-    if any(is_below(name, adapter) for adapter in added):
+    if is_below(name, *added):
         return None
     return _OF_PEFT.sub("", name).lstrip(".")
 
 
-def is_below(name: str, module: str) -> bool:
-    """Whether a name is that of a module or of something in it.
+def is_below(name: str, *modules: str) -> bool:
+    """Whether a name is that of one of these modules or of something in it.
 
     >>> is_below("layer.1.query", "layer.1"), is_below("layer.11", "layer.1")
     (True, False)
     """
-    return name == module or name.startswith(module + ".")
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)

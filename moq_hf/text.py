@@ -17,9 +17,9 @@ _NO_METRIC = re.compile(
 )
 
 
-def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
+def progress(items: Iterable[T], what: str) -> Iterable[T]:
     """Go through items behind a progress bar, which is off where stderr is no terminal."""
-    found: Iterable[T] = tqdm(items, what, total, leave=False, disable=None)
+    found: Iterable[T] = tqdm(items, what, leave=False, disable=None)
     return found
 
 

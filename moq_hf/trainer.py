@@ -515,9 +515,7 @@ class MoQTrainer(Trainer):
             )
 
     def _delivers(self) -> bool:
-        return not self._saving_checkpoint and is_quantized(
-            cast(nn.Module, self.model).modules()
-        )
+        return not self._saving_checkpoint and is_quantized(cast(nn.Module, self.model))
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
@@ -570,13 +568,9 @@ class MoQTrainer(Trainer):
         """The callback of this Trainer, which it may share with others."""
         # restore_callback_states_from_checkpoint puts a new object instead of the one
         # that was passed.
-        if self.moq is not None and self.moq not in callbacks_of(self):
-            callbacks = [
-                callback
-                for callback in callbacks_of(self)
-                if isinstance(callback, MoQCallback)
-            ]
-            self.moq = callbacks[0] if callbacks else None
+        if self.moq is not None:
+            found = (c for c in callbacks_of(self) if isinstance(c, MoQCallback))
+            self.moq = next(found, None)
         if self.moq is not None:
             self.moq.trainer = self
         return self.moq

@@ -10,14 +10,6 @@ from torch import Tensor
 # convolution, "experts" a parameter `[experts, rows, columns]`, and "experts_t" one
 # `[experts, columns, rows]`.
 Kind = Literal["linear", "conv1d", "embedding", "conv", "experts", "experts_t"]
-KINDS: tuple[Kind, ...] = (
-    "linear",
-    "conv1d",
-    "embedding",
-    "conv",
-    "experts",
-    "experts_t",
-)
 
 
 def to_rows(weight: Tensor, kind: str) -> Tensor:

@@ -57,26 +57,20 @@ class Data:
 # Sentences for callers who bring none. Their lengths differ, to test padding too.
 SENTENCES = Data(
     [
-        ("A quiet film that stays with you.",),
-        ("The plot makes no sense and the actors seem to know it.",),
-        (
-            "He said that the meeting had been moved to Thursday because two of the speakers were late.",
-        ),
-        ("Prices rose by three percent in March.",),
-        ("Who wrote this?",),
-        (
-            "The committee, which had met twice since the spring, could not agree on a date, a place or an agenda.",
-        ),
-        ("I would not call it good, but I would watch it again.",),
-        ("No.",),
-        (
-            "Rain fell on the hills all night, and in the morning the river was over its banks.",
-        ),
-        (
-            "The company said that its new engine uses a third less fuel than the one it replaces.",
-        ),
-        ("It was the best and the worst of their ideas.",),
-        ("Please send the report by noon.",),
+        (line,)
+        for line in """\
+A quiet film that stays with you.
+The plot makes no sense and the actors seem to know it.
+He said that the meeting had been moved to Thursday because two of the speakers were late.
+Prices rose by three percent in March.
+Who wrote this?
+The committee, which had met twice since the spring, could not agree on a date, a place or an agenda.
+I would not call it good, but I would watch it again.
+No.
+Rain fell on the hills all night, and in the morning the river was over its banks.
+The company said that its new engine uses a third less fuel than the one it replaces.
+It was the best and the worst of their ideas.
+Please send the report by noon.""".splitlines()
     ]
 )
 

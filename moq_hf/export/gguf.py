@@ -218,7 +218,7 @@ def _export(directory: Path, out: Path, source: Path) -> GgufExport:
             f"{directory}: floats of half precision have no codes any more: {listed(lost)}; leave them out"
         )
     placed: dict[str, dict[int, Blocks]] = {}
-    for name, layer in progress(layers.items(), "GGUF", len(layers)):
+    for name, layer in progress(layers.items(), "GGUF"):
         blocks = read.fitted(places[name], weights.pop(name), layer, name)
         if not places[name].endswith(_NEVER_IN_BLOCKS):
             placed.setdefault(places[name], {})[_expert_of(name)] = blocks

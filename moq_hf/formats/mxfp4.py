@@ -13,7 +13,6 @@ from . import compressed, pack_quantized
 from .stored import EncodedWeight, EncodeSpec, StoredWeight
 
 FORMAT = "mxfp4"
-MAX_BITS = 4
 WIDTH = None
 # What the files call a parameter's tensors: its name, and this.
 ENDINGS = {"weight_packed": "_blocks", "weight_scale": "_scales"}

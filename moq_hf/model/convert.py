@@ -1,6 +1,6 @@
 """Make the layers of a model quantized ones, and plain ones again."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -148,13 +148,10 @@ def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
     return {name: x for name, x in layers if isinstance(x, QuantEmbedding)}
 
 
-def is_quantized(modules: Iterable[nn.Module]) -> bool:
+def is_quantized(model: nn.Module) -> bool:
     """Whether any of a model's modules computes with a quantized weight now."""
-    return any(
-        layer.moq.bits != FLOAT_BITS
-        for module in modules
-        for layer in quantized_in("", module).values()
-    )
+    layers = quantized_layers(model).values()
+    return any(layer.moq.bits != FLOAT_BITS for layer in layers)
 
 
 def prepare_model(
@@ -170,10 +167,9 @@ def prepare_model(
     """
     chosen: dict[str, Any] = {**inventory.layers, **inventory.embeddings}
     kept = {*chosen, *inventory.tied, *inventory.experts}
-    for name, module in inventory.modules.items():
-        for layer_name, layer in quantized_in(name, module).items():
-            if layer_name not in kept:
-                restore(layer)
+    for name, layer in quantized_layers(inventory.model).items():
+        if name not in kept:
+            restore(layer)
     for index, (name, module) in enumerate(chosen.items()):
         layer = _quantized_layer(module)
         grid = grid_of(module, config.of(name))
@@ -199,7 +195,7 @@ def prepare_model(
     for module, own_states in states.items():
         make_quantized(module, own_states)
     merge_adapters(inventory.model, inventory.merged)
-    quantized: dict[str, Any] = {**quantized_layers(inventory.model)}
+    quantized: Any = quantized_layers(inventory.model)
     for layer in quantized.values():
         layer.invalidate()
     layers = {name: quantized[name] for name in inventory.scheduled}

@@ -129,14 +129,14 @@ class Inventory:
             if (
                 name
                 and isinstance(module, nn.ModuleList)
-                and not any(is_below(name, outer) for outer in lists)
+                and not is_below(name, *lists)
             ):
                 lists[name] = module
         return lists
 
     def is_added(self, name: str) -> bool:
         """Whether a name is that of one of PEFT's adapters, or of something in it."""
-        return any(is_below(name, adapter) for adapter in self.adapters)
+        return is_below(name, *self.adapters)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter under all its names, in model order, like `named_parameters(remove_duplicate=False)`."""
@@ -339,17 +339,13 @@ def _output_heads(model: nn.Module, names: list[str]) -> list[str]:
     output = get() if callable(get) else None
     if output is not None:
         heads = [name for name, module in named if module is output]
-        return [name for name in names if any(is_below(name, head) for head in heads)]
+        return [name for name in names if is_below(name, *heads)]
     parts: dict[str, nn.Module] = {}
     for path, module in named:
-        if (
-            path
-            and hasattr(module, "base_model_prefix")
-            and not any(is_below(path, part) for part in parts)
-        ):
+        if path and hasattr(module, "base_model_prefix") and not is_below(path, *parts):
             parts[path] = module
     if parts:
-        inside = {name for name in names if any(is_below(name, path) for path in parts)}
+        inside = {name for name in names if is_below(name, *parts)}
         heads = [
             head
             for path, part in parts.items()

@@ -546,7 +546,7 @@ def _check_fused(
         MoQError: There are such layers; the text names them.
     """
     fused = inventory.instances(nn.TransformerEncoderLayer, nn.MultiheadAttention)
-    wrong = [name for name in layers if any(is_below(name, outer) for outer in fused)]
+    wrong = [name for name in layers if is_below(name, *fused)]
     if wrong and config.activations.enabled:
         raise MoQError(inputs_out_of_reach(wrong))
 

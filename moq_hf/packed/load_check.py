@@ -161,6 +161,8 @@ class ReferenceOutputs:
             folder: The folder.
             rounded: Whether it says how inputs are rounded.
         """
+        from compressed_tensors.offload import as_single_threaded
+
         # A model that was loaded from such a folder rounds by itself.
         found = self._outputs.get(rounded and self._rounds, _Outputs([], None))
         self.outputs, self.tokens = found
@@ -170,7 +172,8 @@ class ReferenceOutputs:
         agrees = None
         reason: str | None = "a second copy of the model does not fit beside it"
         difference = None
-        with contextlib.suppress(*_NO_MEMORY), _in_one_process():
+        # Of several processes compressed-tensors would give each a part to load, and wait for all of them.
+        with contextlib.suppress(*_NO_MEMORY), as_single_threaded():
             agrees, reason, difference = self._compare(Path(folder))
         tokens = None if self.tokens is None else self.tokens.numel()
         if difference == float("inf"):
@@ -441,15 +444,6 @@ def _moved(inputs: Mapping[str, Any], device: torch.device | str) -> dict[str, A
 
     found: dict[str, Any] = recursively_apply(move, dict(inputs))
     return found
-
-
-def _in_one_process() -> contextlib.AbstractContextManager[None]:
-    """Keep compressed-tensors from sharing out the loading among all processes of a group, and waiting for them."""
-    import compressed_tensors.offload as offload
-
-    # Versions that share nothing out do not have this function.
-    single = getattr(offload, "as_single_threaded", contextlib.nullcontext)
-    return single()
 
 
 def _fits(size: int, device: torch.device) -> bool:

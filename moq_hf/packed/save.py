@@ -18,12 +18,12 @@ from ..formats import mxfp4
 from ..formats.stored import MAX_PACKED_BITS, EncodeSpec
 from ..formats.table import LAYOUTS, Layout, has_codes
 from ..lora import is_merged
+from ..model.convert import quant_layers, quantized_layers
 from ..model.inventory import Inventory
 from ..model.sizes import ModelSizes, is_unpacked_while_loading
 from ..names import pretrained, uncompiled, without_peft
 from ..processes import is_apart
-from ..quant_experts import quantized_in
-from ..quant_linear import QuantEmbedding, QuantLayer
+from ..quant_linear import QuantLayer
 from ..seams.sentence_transformers import save_around
 from ..seams.transformers import (
     has_adapter,
@@ -256,12 +256,8 @@ class _Saving:
             if self.model is self.whole_model
             else Inventory.of(self.model, self.is_merged)
         )
-        found: dict[str, QuantLayer] = {}
-        for name, module in self.inventory.modules.items():
-            found |= quantized_in(name, module)
         # Embedding tables stand last in the files.
-        tables = {n: x for n, x in found.items() if isinstance(x, QuantEmbedding)}
-        self.quantized = {n: x for n, x in found.items() if n not in tables} | tables
+        self.quantized = quant_layers(model) | quantized_layers(model)
         self.layers = without_peft_names(self.quantized, self.inventory.adapters)
 
     def save(

@@ -198,7 +198,7 @@ class MoQDistillation(nn.Module):
         self, model: nn.Module, teacher: nn.Module | None = None, **weights: float
     ) -> None:
         super().__init__()
-        if teacher is None and is_quantized(model.modules()):
+        if teacher is None and is_quantized(model):
             raise MoQError(
                 "distillation: the model is quantized already: give a float teacher"
             )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..names import named_modules
+from ..model.convert import quantized_layers
 from ..processes import is_apart
 from ..quant_experts import quantized_in
 from ..quant_linear import QuantLayer
@@ -47,11 +47,7 @@ def measuring(
     Yields:
         Block name to the stand-ins, for `block_eigenvalues`.
     """
-    layers = [
-        layer
-        for name, module in named_modules(model)
-        for layer in quantized_in(name, module).values()
-    ]
+    layers = quantized_layers(model).values()
     with contextlib.ExitStack() as stack:
         stack.enter_context(ONE_AT_A_TIME)
         stack.enter_context(repeatable())
