@@ -14,10 +14,11 @@ RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
 RESTART = "cosine_with_restarts"
 # Keys of a run that its identity leaves out at these values.
 LATER: dict[str, Any] = {
-    "bf16": False, "warm_times": 1, "warm_decay": "linear", "averaged": False, "held_out": False
+    "bf16": False, "warm_times": 1, "warm_decay": "linear", "averaged": False
 }  # fmt: skip
 # The same for float models of twice the epochs, on every task, by the plan "rates".
 LONG_RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 1e-4}
+MIDDLE = "basic QAT from the middle of a run, no teacher"
 OWN, LONG_OWN = -1.0, -2.0  # Stand for the task's of `RATES` and of `LONG_RATES`.
 GROUPS: dict[str, dict[str, Any]] = {
     "8 blocks": {"quantize_groups": 8},
@@ -124,18 +125,16 @@ class Plan:
 
     Attributes:
         bf16: Computed in bfloat16.
-        held_out: Scored on the last eighth of the rows for training, which are then not trained on.
     """
 
     arms: tuple[Arm, ...]
     tasks: tuple[str, ...] = ("sst2", "cola", "mrpc")
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     bf16: bool = False
-    held_out: bool = False
 
     def run(self, arm: Arm, task: str, seed: int, rows: int | None = None) -> "Run":
         """One of its runs."""
-        return Run(arm, task, seed, rows, self.bf16, self.held_out)
+        return Run(arm, task, seed, rows, self.bf16)
 
 
 CHANNELS: dict[str, Any] = {"groups": "per channel"}
@@ -156,26 +155,11 @@ def taught(bits: int, groups: str, start: int = 0, deadline: float = 0.3, **more
     return ramp(start or bits, bits, deadline, name, options.pop("moq"), **options)
 
 
-def finished(bits: int, name: str, warm_times: float, **more: Any) -> Arm:
-    """Taught by a float model of the learning rates of `LONG_RATES`, and at these."""
+def finished(bits: int, groups: str = "per channel, full") -> Arm:
+    """From a float model of the learning rates of `LONG_RATES`, which is the teacher, at these."""
     moq = {"distillation": {"teacher": LONG_OWN, "labels": 1.0}}
-    rates = {"learning_rate": LONG_OWN, "warm": LONG_OWN, "warm_times": warm_times}
-    return qat(bits, name, moq, groups="per channel, full", **rates, **more)
-
-
-# Ways to share out the same number of steps at 2 bits.
-SHARES = (
-    finished(2, "basic QAT, float first, float's rate", warm_times=1),
-    finished(2, "basic QAT, three quarters float first", warm_times=1.5, times=0.5),
-    qat(
-        2,
-        "basic QAT from the middle of a run, no teacher",
-        offset=0.5,
-        times=2,
-        learning_rate=LONG_OWN,
-        groups="per channel, full",
-    ),
-)
+    name = "basic QAT from a finished float model"
+    return qat(bits, name, moq, groups=groups, learning_rate=LONG_OWN, warm=LONG_OWN, warm_times=2)
 
 
 def budget(measure: str) -> dict[str, Any]:
@@ -217,14 +201,17 @@ PLANS = {
     "fair": Plan((replace(LONG, after=(4, 3, 2), after_groups=LOW_GRIDS),), tasks=("mrpc", "cola", "sst2"), bf16=True),
     # What other grids make of the same models, without a step.
     "grids": Plan((replace(LONG, after=(4, 3, 2), after_groups=MORE_GRIDS),), seeds=(2, 3, 4, 5), bf16=True),
-    # What may close the gap to them at 2 bits: one of them, finished, as start and teacher, which takes half as many
-    # steps again.
+    # What may close the gap to them: one of them, finished, as start and teacher, which takes half as many steps
+    # again; and one run of as many steps that is quantized from its middle on, which needs no teacher.
     "gap": Plan(
-        (finished(2, "basic QAT from a finished float model", warm_times=2),), tasks=("mrpc", "cola", "sst2"), bf16=True
+        (
+            finished(2),
+            qat(2, MIDDLE, offset=0.5, times=2, learning_rate=LONG_OWN, groups="per channel, full"),
+            *(finished(bits, groups="groups of 32, full") for bits in (3, 2)),
+        ),
+        tasks=("mrpc", "cola", "sst2"),
+        bf16=True,
     ),
-    # How to share out as many steps: compared on rows on which nothing else is scored, so that the other rows can
-    # judge what is chosen.
-    "choose": Plan((LONG, *SHARES), tasks=("cola", "mrpc"), seeds=(11, 12), bf16=True, held_out=True),
     # 3 bits on average, chosen on the float model, and 3 bits throughout.
     "budgets": Plan(
         (
@@ -287,7 +274,6 @@ class Run:
     seed: int
     rows: int | None = None
     bf16: bool = False
-    held_out: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arm", self.arm.on(self.task))

@@ -49,11 +49,7 @@ class Machine:
 
     def rows(self, run: Run, split: str) -> list[dict[str, Any]]:
         """Token ids and labels; for validation in batches of alike lengths, which wastes no time on padding."""
-        rows = self._encoded(run.task, "train" if run.held_out else split)
-        if run.held_out:
-            kept = len(rows) * 7 // 8
-            rows = rows[:kept] if split == "train" else rows[kept:]
-        rows = rows[: run.rows]
+        rows = self._encoded(run.task, split)[: run.rows]
         return rows if split == "train" else sorted(rows, key=lambda row: len(row["input_ids"]))
 
     def _encoded(self, task: str, split: str) -> list[dict[str, Any]]:
@@ -90,7 +86,7 @@ def folder_of(run: Run) -> str:
     """The name of a float model's folder."""
     rows = "" if run.rows is None else f"-{run.rows}"
     kind = "" if run.arm.decay == "linear" else f"-{run.arm.decay}"
-    kind += "-bf16" * run.bf16 + "-held-out" * run.held_out
+    kind += "-bf16" * run.bf16
     return f"{run.task}-{run.seed}-{run.arm.learning_rate:g}-{run.epochs:g}{rows}{kind}"
 
 

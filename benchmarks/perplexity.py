@@ -12,7 +12,7 @@ seed is what every other arm of the seed begins with, and all of them train for 
   environment that has it, after the others.
 - basic QAT: at its bits from the first further step.
 - MoQ: from 8 bits down to its bits within 0.3 of the further steps, period "auto".
-- taught: basic QAT with the float model as its teacher.
+- taught: basic QAT with the float model as its teacher, also at 8 bits.
 
 Weights of all linear layers but the head have a scale per 32 columns; head and embedding table are float. The other
 `GRIDS` are of 4 bits, without MoQ, on the smaller of the `SIZES` alone. Each run appends one line to `--output` and is
@@ -39,6 +39,7 @@ from report_study import paired
 ROUNDED, ON, BASIC, MOQ, TAUGHT = "rounded", "float, trained on", "basic QAT", "MoQ", "taught"
 GPTQ = "GPTQ"
 BITS, SEEDS = (4, 3, 2), (1, 2, 3)
+NEARLY_FLOAT = 8  # Bits that show what a teacher makes of the float model itself.
 # The float model of as many steps of each arm.
 REFERENCES = {ROUNDED: "float", GPTQ: "float", BASIC: ON, MOQ: ON, TAUGHT: ON}
 CALIBRATION = 512  # Blocks of the text for training, for GPTQ.
@@ -317,6 +318,7 @@ def runs(size: str, rate: float | None = None, seeds: Sequence[int] = SEEDS) -> 
     is_small = size == next(iter(SIZES))
     for seed in seeds:
         yield from (Run("float", 32, seed, 0.0), Run(ON, 32, seed, rate))
+        yield from (Run(ROUNDED, NEARLY_FLOAT, seed, 0.0), Run(TAUGHT, NEARLY_FLOAT, seed, rate))
         for bits in BITS:
             yield from (Run(arm, bits, seed, 0.0) for arm in (ROUNDED, GPTQ))
             yield from (Run(arm, bits, seed, rate) for arm in (BASIC, MOQ, TAUGHT) if is_small or arm != MOQ)
@@ -384,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, help="learning rate of the further steps; default: the size's own")
     arms = ["float", ON, ROUNDED, BASIC, MOQ, TAUGHT]
     parser.add_argument("--arms", nargs="+", choices=[*arms, GPTQ], default=arms)
-    parser.add_argument("--bits", nargs="+", type=int, choices=BITS, default=list(BITS))
+    parser.add_argument("--bits", nargs="+", type=int, default=[NEARLY_FLOAT, *BITS])
     parser.add_argument("--model_dir", type=Path, default=Path("runs/perplexity"))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "perplexity.jsonl")
     parser.add_argument("--report", action="store_true", help="print the table of the lines that are there, and stop")

@@ -70,7 +70,7 @@ def scores(task: str, ways: Ways, bits: int = 32) -> dict[int, float]:
         "rows": None,
         "bf16": ways.bf16,
         "averaged": ways.averaged,
-        "held_out": False,
+        "held_out": None,
     }
     own = [line for line in lines() if all(line.get(name, LATER.get(name)) == wanted[name] for name in wanted)]
     return {line["seed"]: score(line["metrics"]) for line in own}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import glue_plans
 import perplexity
 from glue_plans import MORE_GRIDS
 from lines import Lines
@@ -44,7 +45,8 @@ def lines_of(name: str) -> list[dict[str, Any]]:
 MOQ_HF = Ways("basic QAT, float first")
 # That model as start and teacher: half as many steps again.
 FINISHED = Ways("basic QAT from a finished float model", rates=LONG_RATES)
-RELATIONS = FINISHED._replace(arm="the same, with relations")
+FINISHED_32 = FINISHED._replace(groups="groups of 32, full")
+MIDDLE = Ways(glue_plans.MIDDLE, times=2, rates=LONG_RATES)
 # What is compared at equal steps, and what the float model of as many steps is worth when it is rounded.
 RECIPES = {
     "rounding": LONG._replace(arm="after training", groups="per channel, full"),
@@ -146,6 +148,11 @@ def old(name: str, groups: str = "per channel", **more: Any) -> Ways:
     return Ways(name, groups, bf16=False, **more)
 
 
+def same(name: str) -> Ways:
+    """A variation of the way from a finished float model."""
+    return FINISHED._replace(arm=f"the same, {name}")
+
+
 PRETRAINED, FALLING = old("basic QAT"), old("MoQ")
 CHANGES = {
     "the recipe: half of the steps in float, the float model is the teacher": (
@@ -170,9 +177,17 @@ CHANGES = {
         Change("a quarter of it", at(taught(rates={"sst2": 5e-5}), 2), ONE),
         Change("half of the steps", at(taught(", half the steps", times=0.5), 2), TWO),
         Change("twice the steps", at(taught(", twice the steps", times=2), 2), ONE),
+        Change("one run, quantized from its middle on, no teacher", at(MIDDLE, 2)),
+    ),
+    "a finished float model, rounded in groups of 32": (
+        Change("half as many steps, with it as teacher", at(FINISHED_32, 3), against=RECIPES["rounding, groups of 32"]),
+        Change("the same at 2 bits", at(FINISHED_32, 2), against=RECIPES["rounding, groups of 32"]),
     ),
     "half as many steps from a finished float model, which is the teacher": (
-        Change("relations of queries, keys and values too", at(RELATIONS, 2), against=FINISHED),
+        Change("groups of 32", at(FINISHED_32, 2), against=FINISHED),
+        Change("relations of queries, keys and values too", at(same("with relations"), 2), against=FINISHED),
+        Change("hardened: blended in over the first half", at(same("hardened over the first half"), 2), TWO, FINISHED),
+        Change("learned steps (LSQ)", at(same("learned steps"), 2), TWO, FINISHED),
     ),
     "basic QAT from the pretrained model": (
         Change("bits that fall from 8", at(FALLING, *BITS), against=PRETRAINED),
@@ -462,18 +477,6 @@ def w8a8() -> list[list[Any]]:
     return found
 
 
-def w8a8_speeds() -> list[list[Any]]:
-    """Speed of rounded inputs in vLLM over the float folder, on one thread."""
-    seconds = document("served_int8")["seconds"]
-    found: list[list[Any]] = [
-        ["work", *(f"{scale}, {dtype}" for dtype in seconds for scale in ("static", "per_token"))]
-    ]
-    for shape in seconds["float32"]:
-        times = [seconds[dtype][shape] for dtype in seconds]
-        found.append([shape, *(f"{one['float'] / one[n]:.1f}" for one in times for n in ("static", "per_token"))])
-    return found
-
-
 def in_javascript() -> list[list[Any]]:
     """Answers of an exported folder in Node, and speed over fp32 there and in WebAssembly."""
     suffixes = {"q8": "_quantized", "q4": "_q4", "q2": "_q2"}
@@ -623,7 +626,6 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "embeddings": embeddings,
     "llama.cpp": llama_cpp,
     "w8a8": w8a8,
-    "w8a8 speeds": w8a8_speeds,
     "reliability": reliability,
     "versions": versions,
     "kernel cost": kernel_cost,

@@ -130,7 +130,17 @@ def test_what_is_said_of_language_models() -> None:
     assert all(map(is_win, larger))
     told = "larger model by {}, {} and {} at 4, 3 and 2 bits".format(*larger).replace("+", "")
     assert told in results_text("recipes")
+    # What a teacher gives where rounding costs nothing, and what fewer bits cost then.
+    eight = perplexity.NEARLY_FLOAT
+    assert cost(rounded, eight).replace("-", "") == "0.0 and 0.0 %"
+    gains = [report_study.paired(found.shares(taught, eight), dict.fromkeys(perplexity.SEEDS, 0.0)) for found in sizes]
+    costs = [report_study.paired(found.shares(taught, 2), found.shares(taught, eight)) for found in sizes]
+    told = "it gives {} and {}, and from there to 2 bits are {} and {}, no less than GPTQ".format(*gains, *costs)
+    assert told in results_text("recipes")
+    for found, own in zip(sizes, costs, strict=True):
+        assert float(own.split(" ")[0]) >= sum(found.shares(gptq, 2).values()) / len(perplexity.SEEDS)
     guide = " ".join(page("docs/guide/language-models.md").split())
+    assert f"at 8 by {cost(taught, eight)}".replace("-", "") in guide
     assert f"rounding a float model to 4 bits cost {cost(rounded, 4)} of perplexity" in guide
     assert f"At 2 bits rounding cost {cost(rounded, 2)}, GPTQ by llm-compressor {cost(gptq, 2)}" in guide
     assert f"basic QAT {cost(basic, 2)} and QAT with a teacher {cost(taught, 2)}: give one" in guide
@@ -179,8 +189,14 @@ def test_what_deployed_says_outside_of_its_tables() -> None:
     text = results_text("deployed")
     exact = [model["transformers.js"]["fp32"] for model in result("hub_names")["models"].values() if "wasm" in model]
     largest = max(said.get("difference", 0.0) for said in exact)
-    assert f"`fp32` its answers to {math.ceil(largest * 1e6)}e-06" in text
+    assert f"`fp32` has PyTorch's answers to {math.ceil(largest * 1e6)}e-06" in text
     assert {said.get("equal tokens", "64 of 64") for said in exact} == {"64 of 64"}
+    spans = []
+    for of_shapes in result("served_int8")["seconds"].values():
+        ratios = [times["float"] / times[scale] for times in of_shapes.values() for scale in ("static", "per_token")]
+        spans.append(f"{min(ratios):.1f} to {max(ratios):.1f} times")
+        assert max(ratios) == ratios[0]
+    assert f"{spans[0].removesuffix(' times')} times as fast as its float folder in float32, and {spans[1]} in" in text
     (_, rounded, ours), (_, *of_two) = results_page.rerankers()[1:]
     assert f"moq_hf's average precision is {ours.removeprefix('-')} points below" in text
     assert not is_noise(ours) and all(map(is_noise, (rounded, *of_two)))
