@@ -43,13 +43,11 @@ NEARLY_FLOAT = 8  # Bits that show what a teacher makes of the float model itsel
 # The float model of as many steps of each arm.
 REFERENCES = {ROUNDED: "float", GPTQ: "float", BASIC: ON, MOQ: ON, TAUGHT: ON}
 CALIBRATION = 512  # Blocks of the text for training, for GPTQ.
-HALVES = {"quantize_algo": {"scale_dtype": "bfloat16"}}
 GRIDS: dict[str, dict[str, Any]] = {
     "": {"quantize_group_size": 32},
     "MXFP4, groups of 32": {"quantize_format": "mxfp4"},
     "NVFP4, groups of 16": {"quantize_format": "nvfp4"},
-    "integers, groups of 32": {"quantize_group_size": 32, **HALVES},
-    "integers, groups of 16": {"quantize_group_size": 16, **HALVES},
+    "integers, groups of 16": {"quantize_group_size": 16, "quantize_algo": {"scale_dtype": "bfloat16"}},
 }
 
 

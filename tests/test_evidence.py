@@ -106,6 +106,26 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     assert all(
         is_noise(lead(4, *(grid[f"groups of {size}, {how}"] for how in ("absmax", "full")))) for size in (32, 128)
     )
+    trained_on = lead(3, results_page.FINISHED_32, rounding)
+    assert is_noise(trained_on) and f"do not differ from rounding it ({trained_on})" in which_preset()
+    held_out: dict[tuple[str, str], dict[int, float]] = {}
+    for line in report_study.lines():
+        if line.get("held_out"):
+            scores = held_out.setdefault((line["task"], line["arm"]), {})
+            scores[line["seed"]] = report_study.score(line["metrics"])
+    half, most, middle = (
+        [held_out[task, f"basic QAT{name}"] for task in ("cola", "mrpc")]
+        for name in (
+            ", float first, float's rate",
+            ", three quarters float first",
+            " from the middle of a run, no teacher",
+        )
+    )
+    leads = [sum(way[0].values()) / 2 - sum(half[0].values()) / 2 for way in (most, middle)]
+    assert "led half by {:.1f} points, and one run quantized from its middle led it by {:.1f}".format(*leads) in text
+    assert len(half[0]) == 2 and len(half[1]) == 1
+    behind = min(score - way[1][seed] for way in (most, middle) for seed, score in half[1].items())
+    assert f"on MRPC, with one, half led both by {behind:.1f} and more" in text
     near = lead(2, results_page.FINISHED, ours)
     assert is_noise(near) and f"from a finished model end near it ({near})" in text
 
@@ -197,6 +217,10 @@ def test_what_deployed_says_outside_of_its_tables() -> None:
         spans.append(f"{min(ratios):.1f} to {max(ratios):.1f} times")
         assert max(ratios) == ratios[0]
     assert f"{spans[0].removesuffix(' times')} times as fast as its float folder in float32, and {spans[1]} in" in text
+    (_, _, *unscaled), (_, _, *by_300), (_, _, *by_3000) = results_page.outliers()[1:]
+    told = f"`quantize_dynamic` loses {by_300[0]} points at a factor of 300 and {by_3000[0]} at 3000, moq_hf"
+    assert told.replace("-", "") in text.replace("-", "")
+    assert all(map(is_noise, (*unscaled, by_300[1], by_3000[1]))) and not is_noise(by_3000[0])
     (_, rounded, ours), (_, *of_two) = results_page.rerankers()[1:]
     assert f"moq_hf's average precision is {ours.removeprefix('-')} points below" in text
     assert not is_noise(ours) and all(map(is_noise, (rounded, *of_two)))
@@ -224,6 +248,10 @@ def test_the_presets_for_low_bits_are_what_was_measured(preset: str, bits: int) 
     assert "scores were measured with tables in float" in readme()
 
 
+def which_preset() -> str:
+    return " ".join(page("docs/start/which-preset.md").split())
+
+
 def readme() -> str:
     return " ".join(page("README.md").split())
 
@@ -246,16 +274,18 @@ def test_page_one_says_where_training_loses() -> None:
     rounding, basic, ours = (results_page.RECIPES[name] for name in ("rounding, groups of 32", "basic QAT", "moq_hf"))
     lost = [lead(bits, rounding, ours) for bits in (4, 3)]
     won = lead(2, ours, basic)
-    assert not any(map(is_noise, [*lost, won]))
+    same_scales = lead(2, ours, results_page.RECIPES["rounding"]).split(" (")[0]
+    assert not any(map(is_noise, [*lost, won, same_scales]))
     text = readme().replace("+", "")
-    assert f"is ahead of float first by {lost[0]} and {lost[1]} points".replace("+", "") in text
-    assert f"At 2 bits float first leads basic QAT by {won};".replace("+", "") in text
+    assert f"is ahead of float first by {lost[0]} and {lost[1]}.".replace("+", "") in text
+    told = f"At 2 bits float first leads basic QAT by {won} points, and rounding with the same scales by {same_scales};"
+    assert told.replace("+", "") in text
     assert is_noise(lead(2, rounding, ours).split(" (")[0])
 
 
 def test_what_the_guides_promise_is_what_was_measured() -> None:
     """The differences to float, on average over all tasks, of rounding, float first and basic QAT."""
-    guide = " ".join(page("docs/start/which-preset.md").split())
+    guide = which_preset()
 
     def points(bits: int, ways: report_study.Ways) -> str:
         own = report_study.average(report_study.TASKS, ways, bits)
@@ -265,7 +295,8 @@ def test_what_the_guides_promise_is_what_was_measured() -> None:
     assert "that is {} and {}.".format(*of["rounding, groups of 32"]) in guide
     assert "ends at {} and {} without `float_first`".format(*of["basic QAT"]) in guide
     assert "and at {} and {} with it".format(*of["moq_hf"]) in guide
-    assert f"rounding loses {of['rounding, groups of 32'][2].lstrip('-')} points" in guide
+    assert f"rounding loses {of['rounding, groups of 32'][2].lstrip('-')} points in groups of 32" in guide
+    assert f"and {of['rounding'][2].lstrip('-')} with a scale per channel" in guide
     assert f"and ends at {of['moq_hf'][2]}; from a finished float model" in guide
     assert f"half as many steps end at {points(2, results_page.FINISHED)}, which is no more than noise" in guide
     (lead,) = (row[-1] for row in results_page.arms() if row[0] == "basic QAT for all steps")
