@@ -153,6 +153,11 @@ def same(name: str) -> Ways:
     return FINISHED._replace(arm=f"the same, {name}")
 
 
+def narrow(name: str) -> Ways:
+    """A way from a finished float model to 2 bits or 1 of narrow range."""
+    return FINISHED._replace(arm=name, groups="per channel, narrow")
+
+
 PRETRAINED, FALLING = old("basic QAT"), old("MoQ")
 CHANGES = {
     "the recipe: half of the steps in float, the float model is the teacher": (
@@ -185,6 +190,12 @@ CHANGES = {
         Change("relations of queries, keys and values too", at(same("with relations"), 2), against=FINISHED),
         Change("hardened: blended in over the first half", at(same("hardened over the first half"), 2), TWO, FINISHED),
         Change("learned steps (LSQ)", at(same("learned steps"), 2), TWO, FINISHED),
+        Change(
+            "ternary by way of 4 and 3 bits, against at once",
+            at(narrow("ternary by way of 4 and 3"), 2),
+            TWO,
+            narrow("ternary at once"),
+        ),
     ),
     "basic QAT from the pretrained model": (
         Change("bits that fall from 8", at(FALLING, *BITS), against=PRETRAINED),

@@ -126,6 +126,13 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     assert len(half[0]) == 2 and len(half[1]) == 1
     behind = min(score - way[1][seed] for way in (most, middle) for seed, score in half[1].items())
     assert f"on MRPC, with one, half led both by {behind:.1f} and more" in text
+    falls, at_once = (
+        report_study.average(results_page.TWO, results_page.narrow(name), 1)
+        for name in ("1 bit by way of 4, 3 and 2", "1 bit at once")
+    )
+    assert (
+        f"4, 3 and 2 ended {report_study.paired(falls, at_once)} points from 1 bit at once" in text and len(falls) == 1
+    )
     near = lead(2, results_page.FINISHED, ours)
     assert is_noise(near) and f"from a finished model end near it ({near})" in text
 
