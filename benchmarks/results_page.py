@@ -177,6 +177,8 @@ CHANGES = {
         Change("asymmetric", at(taught(groups="per channel, asymmetric"), 2), TWO),
         Change("no teacher", at(taught(", no teacher"), 2), TWO),
         Change("a constant learning rate in the float phase", at(taught(" at a constant rate"), 2), TWO),
+        Change("half of the learning rate at 2 bits", at(taught(rates={"sst2": 1e-4}), 2), ONE),
+        Change("a quarter of it", at(taught(rates={"sst2": 5e-5}), 2), ONE),
         Change("half of the steps", at(taught(", half the steps", times=0.5), 2), TWO),
         Change("twice the steps", at(taught(", twice the steps", times=2), 2), ONE),
         Change("one run, quantized from its middle on, no teacher", at(MIDDLE, 2)),
