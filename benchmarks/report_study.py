@@ -70,7 +70,7 @@ def scores(task: str, ways: Ways, bits: int = 32) -> dict[int, float]:
         "rows": None,
         "bf16": ways.bf16,
         "averaged": ways.averaged,
-        "held_out": None,
+        "held_out": None,  # As lines have it that were scored on rows held out of training.
     }
     own = [line for line in lines() if all(line.get(name, LATER.get(name)) == wanted[name] for name in wanted)]
     return {line["seed"]: score(line["metrics"]) for line in own}

@@ -1,4 +1,4 @@
-"""Makes the tables of README.md, docs/results and docs/reference/formats.md anew, from the committed results.
+"""Makes the tables of README.md, docs/results and two more pages anew, from the committed results.
 
     python benchmarks/results_page.py
 
@@ -29,6 +29,7 @@ PAGES = (
     ROOT / "README.md",
     *sorted((ROOT / "docs" / "results").glob("*.md")),
     ROOT / "docs" / "reference" / "formats.md",
+    ROOT / "tests" / "ptx" / "README.md",
 )
 
 

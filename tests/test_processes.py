@@ -45,7 +45,7 @@ JOBS = [
 ]
 # Of four processes.
 FOUR = ["hsdp/stochastic", "reshard/nearest"]
-# How torchrun begins with what failed first, where that is that another process has died without an error of its own.
+# What torchrun names as the first failure where a process was killed: a signal, or that the others lost it.
 CRASHED = re.compile("Root Cause.*(Signal|closed by peer|reset by peer)", re.DOTALL)
 
 
@@ -74,7 +74,7 @@ def four_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(folder: Path, count: int, jobs: list[str]) -> None:
     """Each process is a fork of torchrun's, which has the libraries already.
 
-    Once in many launches one was killed, and another found its connection closed: they get a second chance.
+    A process has once died without an error of Python's, for a reason not known, so such a launch is tried again.
     """
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     words += ["--run-path", "--start-method", "fork", str(HELPERS / "launched.py"), str(folder), *jobs]

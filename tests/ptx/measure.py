@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests/helpers python tests/ptx/measure.py 80 90 100 120
 
 It renews the named architectures in benchmarks/results/kernel.json, of which benchmarks/results_page.py makes tables of
-docs/results/kernel.md. One takes five minutes and more.
+tests/ptx/README.md. One takes five minutes and more.
 """
 
 import importlib.metadata
