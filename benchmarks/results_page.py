@@ -1,4 +1,4 @@
-"""Makes the tables of README.md, docs/results and two more pages anew, from the committed results.
+"""Makes the tables of README.md, docs/results and three more pages anew, from the committed results.
 
     python benchmarks/results_page.py
 
@@ -28,6 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     ROOT / "README.md",
     *sorted((ROOT / "docs" / "results").glob("*.md")),
+    ROOT / "docs" / "guide" / "embeddings.md",
     ROOT / "docs" / "reference" / "formats.md",
     ROOT / "tests" / "ptx" / "README.md",
 )
@@ -377,25 +378,46 @@ def sizes() -> list[list[Any]]:
     return found
 
 
-def delivered_integers() -> list[list[Any]]:
-    """Metrics of files whose rounding was trained per block, against the folder in PyTorch, in points."""
-    flavors = ("int8", "nbits")
-    found: list[list[Any]] = [["task", "bits", "PyTorch", *flavors, "MB"]]
-    lines = lines_of("deploy_scores")
-    for task, metric in (("mrpc", "f1"), ("sst2", "accuracy")):
-        for arm in ("8 bits", "4 bits", "2 bits"):
-            own = [line for line in lines if (line["task"], line["arm"]) == (task, arm)]
-            # One seed says nothing of the spread.
-            if len(own) < 3:
-                continue
-            base = {line["seed"]: 100 * line["checkpoint"][metric] for line in own}
+def answers() -> list[list[Any]]:
+    """How far what other programs compute is from the folder in PyTorch, program by program."""
+    onnx = [["ONNX Runtime", file, *cells] for file, *cells in scores_of_files()]
+    found = [["program", "file", "what is compared", "difference"], *onnx]
+    said = document("hub_names")
+    for dtype, bits in (("q8", 4), ("q4", 4), ("q2", 2)):
+        model = said["models"][f"classify-{bits}"]
+        both = "; ".join(f"{model[engine][dtype]['difference']:.0e}" for engine in ("transformers.js", "wasm"))
+        found.append(["transformers.js in Node; WebAssembly", f"{dtype}, {bits} bits", "logits", both])
+    clients: dict[str, dict[str, float]] = {}
+    for name, difference in said["clients"].items():
+        client, file = name.split(", ")
+        clients.setdefault(file, {})[client] = difference
+    for file, differences in clients.items():
+        found.append([", ".join(differences), file, "embeddings of length 1", f"{max(differences.values()):.0e}"])
+    cases = document("llamacpp")["cases"]
+    grids = len({case["grid"] for case in cases if case["grid"] != "float"})
+    kl = max(case["ways"]["moq-hf export"]["kl"] for case in cases if case["grid"] != "float")
+    found.append(["llama.cpp", f"GGUF, {grids} grids", "KL divergence of probabilities", f"{kl:.0e}"])
+    for scale in ("static", "per_token"):
+        served = document("served_int8")["cases"]
+        largest = max(case["largest_difference"] for name, case in served.items() if f"{scale} float32" in name)
+        found.append(["vLLM on a CPU", f"W8A8, {scale}", "log-probabilities in float32", f"{largest:.0e}"])
+    return found
+
+
+def scores_of_files() -> list[list[Any]]:
+    """Metrics of ONNX files whose rounding was trained per block, against the folder, in points over three seeds."""
+    metrics = {"mrpc": "f1", "sst2": "accuracy"}
+    found = []
+    for flavor in ("int8", "nbits"):
+        for bits in (8, 4, 2):
             cells = []
-            for flavor in flavors:
-                files = {line["seed"]: line["files"].get(flavor) for line in own}
-                scores = {seed: 100 * file["metrics"][metric] for seed, file in files.items() if file}
-                cells.append(paired(scores, base) if scores else "-")
-            size = f"{own[0]['files']['nbits']['bytes'] / 1e6:.1f}"
-            found.append([f"{TASKS[task]}, {metric}", arm.split()[0], f"{mean(base):.1f}", *cells, size])
+            for task, metric in metrics.items():
+                lines = [line for line in lines_of("deploy_scores") if line["arm"] == f"{bits} bits"]
+                own = [line for line in lines if line["task"] == task and flavor in line["files"]]
+                files = {line["seed"]: 100 * line["files"][flavor]["metrics"][metric] for line in own}
+                cells.append(paired(files, {line["seed"]: 100 * line["checkpoint"][metric] for line in own}))
+            if all(cells):
+                found.append([f"{flavor}, {bits} bits", "F1 on MRPC; accuracy on SST-2", "; ".join(cells)])
     return found
 
 
@@ -409,16 +431,6 @@ def embedding_models() -> list[list[Any]]:
         cells = [spread([line[name] for line in own], 3) for name in ("cosine", "recall", "spearman")]
         size = f"{own[0]['ratio']:.2f}" if "ratio" in own[0] else ""
         found.append([bits, how, *cells, size])
-    return found
-
-
-def embedding_speeds() -> list[list[Any]]:
-    """Sentences a second of an embedding model, in PyTorch and ONNX Runtime."""
-    measured = document("embedding_speeds")
-    found: list[list[Any]] = [["engine", "sentences a second", "MB"]]
-    for name, rate in measured["sentences a second"].items():
-        size = f"{measured['bytes'][name] / 1e6:.1f}" if name in measured["bytes"] else ""
-        found.append([name, f"{rate:.0f}", size])
     return found
 
 
@@ -459,64 +471,6 @@ def speeds() -> list[list[Any]]:
         cells = [f"{times['ONNX float'] / times[name]:.2f}" if name in times else "" for times in shapes.values()]
         found.append([name, *cells])
     return found
-
-
-def llama_cpp() -> list[list[Any]]:
-    """Divergence of llama.cpp's answers from transformers', the largest over the families."""
-    found: list[list[Any]] = [["grid", "moq-hf export", "llama-quantize"]]
-    by_grid: dict[str, list[Mapping[str, Any]]] = {}
-    for case in document("llamacpp")["cases"]:
-        by_grid.setdefault(case["grid"], []).append(case["ways"])
-    for grid, ways in by_grid.items():
-        quantize = [next(way for name, way in each.items() if name.startswith("llama-quantize")) for each in ways]
-        ours = [each["moq-hf export"] for each in ways if "moq-hf export" in each]
-        cells = [f"{max(way['kl'] for way in column):.1e}" if column else "" for column in (ours, quantize)]
-        found.append([grid, *cells])
-    return found
-
-
-def w8a8() -> list[list[Any]]:
-    """How far vLLM's answers with rounded inputs are from transformers', with equal tokens of 16."""
-    measured = document("served_int8")
-    found: list[list[Any]] = [["model", "inputs' scale", "float32, equal", "bfloat16, equal"]]
-    for kind in ("Llama", "Qwen3", "Gemma3", "sft"):
-        for scale in ("static", "per_token"):
-            cases = [measured["cases"][f"{kind} {scale} {dtype}"] for dtype in ("float32", "bfloat16")]
-            cells = [f"{case['largest_difference']:.0e}, {case['same_tokens']}" for case in cases]
-            name = "SFT" if kind == "sft" else kind
-            found.append([name, scale, *cells])
-    return found
-
-
-def in_javascript() -> list[list[Any]]:
-    """Answers of an exported folder in Node, and speed over fp32 there and in WebAssembly."""
-    suffixes = {"q8": "_quantized", "q4": "_q4", "q2": "_q2"}
-    names = {"classify": "MiniLM", "generate": "Llama"}
-    found: list[list[Any]] = [["model", "dtype", "size of float", "against PyTorch", "speed in Node", "in WebAssembly"]]
-    for model, measured in document("hub_names")["models"].items():
-        task, _, bits = model.partition("-")
-        # q8 computes alike at 4 and 2 bits.
-        for dtype in (*(["q8"] if bits == "4" else []), f"q{bits}") if "wasm" in measured else ():
-            said = measured["transformers.js"][dtype]
-            share = measured["bytes"][f"onnx/model{suffixes[dtype]}.onnx"] / measured["bytes"]["float"]
-            answers = f"{said['difference']:.0e}" if task == "classify" else f"{said['equal tokens']} tokens"
-            speeds = [
-                f"{engine['fp32']['milliseconds'] / engine[dtype]['milliseconds']:.1f}" if engine else ""
-                for engine in (measured["transformers.js"], measured["wasm"])
-            ]
-            found.append([f"{names[task]}, {bits} bits", dtype, f"{share:.2f}", answers, *speeds])
-    return found
-
-
-def embeddings() -> list[list[Any]]:
-    """The largest difference of an embedding of length 1 to PyTorch's, by file and client."""
-    said = document("hub_names")["clients"]
-    clients = ("Sentence Transformers", "fastembed")
-    files = dict.fromkeys(name.partition(", ")[2] for name in said)
-    cells = [
-        [f"{said[who]:.0e}" if (who := f"{client}, {file}") in said else "" for client in clients] for file in files
-    ]
-    return [["file", *clients], *([file, *row] for file, row in zip(files, cells, strict=True))]
 
 
 def reliability() -> list[list[Any]]:
@@ -628,14 +582,9 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "other libraries": other_libraries,
     "step time": step_time,
     "sizes": sizes,
-    "delivered integers": delivered_integers,
-    "embedding models": embedding_models,
-    "embedding speeds": embedding_speeds,
+    "answers": answers,
     "speeds": speeds,
-    "in JavaScript": in_javascript,
-    "embeddings": embeddings,
-    "llama.cpp": llama_cpp,
-    "w8a8": w8a8,
+    "embedding models": embedding_models,
     "reliability": reliability,
     "versions": versions,
     "kernel cost": kernel_cost,

@@ -35,7 +35,7 @@ PAIRS = 2000
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is quantized to some bits, as tried in docs/results/deployed.md."""
+    """How a model is quantized to some bits, as tried in docs/guide/embeddings.md."""
 
     learning_rate: float
     group_size: int
