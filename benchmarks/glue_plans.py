@@ -32,7 +32,6 @@ GROUPS: dict[str, dict[str, Any]] = {
     "groups of 128, absmax": {"quantize_group_size": 128, "quantize_algo": {"range": "full", "scale": "absmax"}},
     "groups of 32, absmax": {"quantize_group_size": 32, "quantize_algo": {"range": "full", "scale": "absmax"}},
     "per channel, asymmetric": {"quantize_groups": "per_channel", "quantize_algo": {"q_type": "asymmetric"}},
-    "groups of 64, asymmetric": {"quantize_group_size": 64, "quantize_algo": {"q_type": "asymmetric"}},
     "groups of 32, asymmetric": {"quantize_group_size": 32, "quantize_algo": {"q_type": "asymmetric"}},
 }
 

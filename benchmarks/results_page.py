@@ -434,30 +434,6 @@ def embedding_models() -> list[list[Any]]:
     return found
 
 
-def rerankers() -> list[list[Any]]:
-    """Average precision of a cross-encoder on MRPC's pairs, in points against float."""
-    ways = ("rounded", "moq_hf")
-    scores: dict[tuple[int, str], dict[int, float]] = {}
-    for line in lines_of("reranker"):
-        scores.setdefault((line["bits"], line["how"]), {})[line["seed"]] = line["average_precision"]
-    reference = scores[32, "float"]
-    return [["bits", *ways], *([bits, *(paired(scores[bits, way], reference) for way in ways)] for bits in (4, 2))]
-
-
-def outliers() -> list[list[Any]]:
-    """Accuracy of a small DeBERTa one of whose channels stands out: rounded after training, and trained so."""
-    lines = lines_of("outliers")
-    ways = ("quantize_dynamic", "moq_hf")
-    found: list[list[Any]] = [["channel", "float", *ways]]
-    for factor in sorted({line["factor"] for line in lines}):
-        scores = {
-            way: {line["seed"]: line[way] for line in lines if line["factor"] == factor} for way in ("float", *ways)
-        }
-        cells = [paired(scores[way], scores["float"]) for way in ways]
-        found.append([f"x {factor:g}", f"{mean(scores['float']):.1f}", *cells])
-    return found
-
-
 def speeds() -> list[list[Any]]:
     """Speed of exported models over ONNX float, on one thread: of an encoder, and of one token of a decoder."""
     measured = document("deploy_speeds")

@@ -173,7 +173,8 @@ _WITHOUT = {
     # Not the matrices of experts, which the packed layout has each by itself.
     "expert": (
         "it has no place for experts that are one tensor in the files",
-        "name them in modules_to_not_convert",
+        "name them in modules_to_not_convert, but GPT-OSS in MXFP4 needs no export: llama.cpp's converter copies its "
+        "codes from the folder",
     ),
     "embedding": (
         "embedding tables must be floats",

@@ -211,6 +211,15 @@ def test_what_is_said_of_embeddings() -> None:
     assert kept[4, "taught"] > max(files) and "At 4 bits training keeps more than those." in guide
 
 
+def test_what_is_said_of_gpt_oss_in_llama_cpp() -> None:
+    text = " ".join(page("docs/reference/formats.md").split())
+    assert "llama.cpp's own converter, on the folder, copies their codes" in text
+    tensors = result("gpt_oss_gguf")["tensors"]
+    assert len(tensors) == 6
+    for tensor in tensors.values():
+        assert tensor == {"type": "MXFP4", "largest_difference": 0.0}
+
+
 def test_what_is_said_of_other_libraries() -> None:
     told = "no difference at 4 bits is more than noise, and at 8 bits one, of 0.3 points"
     rows = [(row[0], row[3]) for row in results_page.other_libraries()[2:] if not is_noise(row[3])]
@@ -232,6 +241,32 @@ def test_what_speed_says_outside_of_its_tables() -> None:
     least, most = min(map(min, plain)), max(map(max, plain))
     assert f"{100 * least - 100:.0f} to {100 * most - 100:.0f} % longer" in text
     assert f"up to {100 * max(stochastic) - 100:.0f} % with stochastic rounding" in text
+
+
+def losses(name: str, by: str, way: str) -> dict[int, str]:
+    """Points of a way against float, of lines that have the scores of several."""
+    found = {}
+    for value in {line[by] for line in results_page.lines_of(name)}:
+        lines = [line for line in results_page.lines_of(name) if line[by] == value]
+        found[value] = report_study.paired(*({line["seed"]: line[key] for line in lines} for key in (way, "float")))
+    return found
+
+
+def test_what_deployed_says_of_rerankers() -> None:
+    precision = {
+        (line["bits"], line["how"], line["seed"]): line["average_precision"]
+        for line in results_page.lines_of("reranker")
+    }
+    seeds = {seed for _, _, seed in precision}
+
+    def against_float(bits: int, way: str) -> str:
+        ours, theirs = ({seed: precision[*key, seed] for seed in seeds} for key in ((bits, way), (32, "float")))
+        return report_study.paired(ours, theirs)
+
+    lost = against_float(4, "moq_hf")
+    assert f"moq_hf's average precision is {lost.removeprefix('-')} points below" in results_text("deployed")
+    assert not is_noise(lost)
+    assert all(is_noise(against_float(*way)) for way in ((4, "rounded"), (2, "rounded"), (2, "moq_hf")))
 
 
 def test_what_deployed_says_outside_of_its_tables() -> None:
@@ -270,13 +305,10 @@ def test_what_deployed_says_outside_of_its_tables() -> None:
         spans.append(f"{min(ratios):.1f} to {max(ratios):.1f} times")
         assert max(ratios) == ratios[0]
     assert "{} as fast as its float folder in float32, and {} in bfloat16".format(*spans) in text
-    (_, _, *unscaled), (_, _, *by_300), (_, _, *by_3000) = results_page.outliers()[1:]
-    told = f"`quantize_dynamic` loses {by_300[0]} points at a factor of 300 and {by_3000[0]} at 3000, moq_hf"
+    rounded, ours = (losses("outliers", "factor", way) for way in ("quantize_dynamic", "moq_hf"))
+    told = f"`quantize_dynamic` loses {rounded[300]} points at a factor of 300 and {rounded[3000]} at 3000, moq_hf"
     assert told.replace("-", "") in text.replace("-", "")
-    assert all(map(is_noise, (*unscaled, by_300[1], by_3000[1]))) and not is_noise(by_3000[0])
-    (_, rounded, ours), (_, *of_two) = results_page.rerankers()[1:]
-    assert f"moq_hf's average precision is {ours.removeprefix('-')} points below" in text
-    assert not is_noise(ours) and all(map(is_noise, (rounded, *of_two)))
+    assert is_noise(rounded[1]) and not is_noise(rounded[3000]) and all(map(is_noise, ours.values()))
     times: dict[str, list[float]] = {}
     for line in result("deploy_minilm_avx2")["timings"]:
         times.setdefault(line["engine"], []).append(line["p50"])
