@@ -37,6 +37,19 @@ class MergedLora:
         """What the adapted layer computes, which reads its merged weight."""
         return self.wrapper._modules[ADAPTED](*args, **kwargs)
 
+    def unload(self, merge: bool, **options: Any) -> Any:
+        """The adapted layer, which takes the wrapper's place by PEFT's `merge_and_unload` or `unload`.
+
+        Args:
+            merge: Whether the adapters stay in its weight.
+            **options: Of PEFT's `merge`.
+        """
+        if merge:
+            self.wrapper.merge(**options)
+        layer = self.wrapper._modules[ADAPTED]
+        layer.moq.lora = None
+        return layer
+
     def parts(self) -> list[Any]:
         """What a merged weight is made of, beside the weight: scalings and tensors, without a graph."""
         return [
@@ -92,7 +105,7 @@ def merge_adapters(model: nn.Module, merged: bool, adopts: bool = False) -> None
         if wrapper.merge is _refuse_merging:
             del wrapper.merge
         if isinstance(wrapper.forward, MergedLora):
-            del wrapper.forward
+            del wrapper.forward, wrapper.unload_and_optionally_merge_module
             if adopts and not wrapper.disable_adapters:
                 wrapper.merged_adapters[:] = wrapper.active_adapters
         base = getattr(wrapper, ADAPTED)
@@ -102,6 +115,7 @@ def merge_adapters(model: nn.Module, merged: bool, adopts: bool = False) -> None
             wrapper.merge = _refuse_merging
             continue
         wrapper.forward = lora = MergedLora(wrapper, base.kind)
+        wrapper.unload_and_optionally_merge_module = lora.unload
         # Layers that share a weight share its state, and the adapter of the first.
         base.moq.lora = base.moq.lora or lora
 

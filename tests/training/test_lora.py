@@ -75,6 +75,26 @@ def test_the_merged_weight_is_quantized(variant: str) -> None:
     assert any("pooler" in name for name in names) and not any("original_module" in name for name in names)
 
 
+@pytest.mark.parametrize("variant", ["rslora", "DoRA"])
+@pytest.mark.parametrize("way", ["merge_and_unload", "unload"])
+def test_unloading_leaves_the_layers_quantized(way: str, variant: str) -> None:
+    """With the adapters in their weights, or without, as PEFT's methods say."""
+    plain = getattr(adapted(**VARIANTS[variant]), way)()
+    model = quantize_model(adapted(**VARIANTS[variant]), FIXED)
+    outputs_of(model.eval(), inputs_of(TASK, model))
+    model = getattr(model, way)()
+    layers = quant_layers(model)
+    assert not any("base_layer" in name for name, _ in model.named_modules()) and len(layers) > 4
+    for name, layer in layers.items():
+        weight = layer.whole_weight()
+        assert torch.equal(weight, plain.get_submodule(name).weight)
+        assert torch.equal(
+            layer.quantized_copy(torch.float32), fake_quantize(weight, 4, layer.moq.grid, ratio=layer.moq.ratio)
+        )
+    dequantize_model(model)
+    assert torch.equal(model.classifier.weight, plain.classifier.weight)
+
+
 def test_gradients_are_those_of_the_merged_weight() -> None:
     """Straight through the rounding, to A, B and the magnitude alone: those of PEFT's own LoRA at that weight."""
     layer = nn.Linear(6, 5)
