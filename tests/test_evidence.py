@@ -391,6 +391,13 @@ def test_what_the_guides_promise_is_what_was_measured() -> None:
     assert f"they lead basic QAT at 3 bits by {fall.removeprefix('+')} points" in guide
 
 
+def test_every_arm_says_its_range() -> None:
+    """The default is another one today than when the first lines were written."""
+    configs = [*glue_plans.GROUPS.values(), *(line["moq"] for line in report_study.lines() if line["moq"] is not None)]
+    algos = [config["quantize_algo"] for config in configs]
+    assert all(algo.get("range") in ("full", "narrow") or algo.get("q_type") == "asymmetric" for algo in algos)
+
+
 def test_differences_are_paired_by_seed() -> None:
     ours, theirs = {1: 80.0, 2: 70.0, 3: 60.0, 4: 1.0}, {1: 79.0, 2: 68.0, 3: 57.0}
     # Differences 1, 2, 3: mean 2, standard error 1 / sqrt 3, and Student's t of 2 degrees of freedom is 4.303.
