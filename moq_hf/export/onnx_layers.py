@@ -258,7 +258,8 @@ class OnnxTiedLinear(_Stored):
         super().__init__(bias=bias)
         self.table = table
         self.columns = 2 * table.codes.shape[1]
-        fitting = [size for size in _BLOCKS if self.columns % size == 0]
+        group = self.columns // table.scale.shape[1]
+        fitting = [size for size in _BLOCKS if group % size == 0]
         self.block = max(fitting) if packed and table.halved and fitting else None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -267,7 +268,8 @@ class OnnxTiedLinear(_Stored):
             return self._plus_bias(input @ self.table.weight.T)
         blocks = self.columns // self.block
         codes = self.table.codes.view(-1, blocks, self.block // 2)
-        scale = self.table.scale.expand(-1, blocks).flatten()
+        scales = self.table.scale.unsqueeze(-1)
+        scale = scales.expand(-1, -1, blocks // scales.shape[1]).flatten()
         product = _matmul_nbits(input, (codes, scale), self.columns, 4, 0)
         return self._plus_bias(product)
 

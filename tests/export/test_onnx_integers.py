@@ -137,12 +137,15 @@ def test_a_table_that_the_model_reads_is_dequantized(bits: int) -> None:
     assert table.halved == (bits == 4) and torch.equal(table.weight, quantizer.dequantize(*weight))
 
 
-@pytest.mark.parametrize(("bits", "columns", "block"), [(4, 64, 64), (3, 48, 16), (8, 64, None), (4, 18, None)])
+@pytest.mark.parametrize(
+    ("bits", "columns", "group", "block"),
+    [(4, 64, 64, 64), (3, 48, 48, 16), (8, 64, 64, None), (4, 18, 18, None), (4, 512, 128, 128), (4, 96, 8, None)],
+)
 def test_a_tied_head_multiplies_floats_with_the_codes_of_its_table(
-    bits: int, columns: int, block: int | None, tmp_path: Path
+    bits: int, columns: int, group: int, block: int | None, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    weight = quantizer.quantize(torch.randn(6, columns), bits, Grid(PerChannel()))
+    weight = quantizer.quantize(torch.randn(6, columns), bits, Grid(PerGroup(group)))
     bias, x = torch.randn(6), torch.randn(2, 5, columns)
     head = OnnxTiedLinear(OnnxEmbedding(weight, bits), bias, packed=True)
     assert head.block == block
