@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,8 +39,6 @@ from .files import (
     new_path,
 )
 from .save import SaveOptions, deliver
-
-logger = logging.getLogger(__name__)
 
 _SHARDS = f"{FSDP_MODEL}_0"
 

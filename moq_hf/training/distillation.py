@@ -16,7 +16,6 @@ attention scores; those do not exist with fused attention.
 
 import copy
 import inspect
-import logging
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,8 +38,6 @@ from .embeddings import (
     relation_loss,
     similarity_loss,
 )
-
-logger = logging.getLogger(__name__)
 
 _STATES = {
     "hidden_states": "attention_mask",

@@ -1,6 +1,5 @@
 """What a run says: what is quantized, what a user should know, what switched, and how a checkpoint's run goes on."""
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,8 +16,6 @@ from ..model.sizes import ModelSizes
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from .distillation import PARTS, TASK
 from .resume import describe
-
-logger = logging.getLogger(__name__)
 
 
 def summary(

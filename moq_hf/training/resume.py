@@ -1,7 +1,6 @@
 """Resuming a run: the form of its saved state, and which changes of the config it allows."""
 
 import json
-import logging
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -20,8 +19,6 @@ from ..quantizer import HIGHER_RATIOS, RATIOS
 from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch
 from ..version import __version__
 from .budget import Choice
-
-logger = logging.getLogger(__name__)
 
 # Version of `MoQController.state_dict`. 0.1.0 wrote 1 and 2.
 STATE_VERSION = 3
