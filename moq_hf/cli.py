@@ -5,12 +5,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 
 from .config_fields import Positive, Size, Weight
-from .errors import MoQError, show
+from .errors import MoQError, show, write_json
 from .version import __version__
 
 _EXPORT = """onnx: models with integer weights in the folder OUT, whose answers are compared with the checkpoint's; if
@@ -133,14 +134,13 @@ def _migrate(args: argparse.Namespace) -> None:
         raise MoQError(
             f"{args.config} does not exist: give the file of a DeepSpeed config"
         )
-    text = json.dumps(migrate(read_document(args.config), args.max_steps), indent=2)
+    migrated = migrate(read_document(args.config), args.max_steps)
     if args.out is None:
-        print(text)
+        print(json.dumps(migrated, indent=2))
         return
     if os.path.exists(args.out):
         raise MoQError(f"{args.out} exists already: give a new name")
-    with open(args.out, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
+    write_json(Path(args.out), migrated)
     print(f"{args.out}: moq-hf plan {args.out} --max_steps {args.max_steps} shows it")
 
 

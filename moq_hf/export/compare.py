@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from .. import quantizer
-from ..errors import MoQError, check_choice, explained, listed, require
+from ..errors import MoQError, check_choice, explained, listed, read_json, require
 from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
 from ..packed.load_check import quiet
@@ -316,7 +316,7 @@ def random_pictures(model: Any, processor: Path | None) -> dict[str, Tensor]:
     """
     size = getattr(model.config, "image_size", None)
     if size is None and processor is not None:
-        settings = json.loads(processor.read_text(encoding="utf-8"))
+        settings = read_json(processor)
         size = settings.get("crop_size") or settings.get("size")
     size = size or _SIDE
     if isinstance(size, dict):

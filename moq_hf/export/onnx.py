@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import importlib
-import json
 import logging
 import os
 import shutil
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import MoQConfig
-from ..errors import MoQError, check_choice, explained, require
+from ..errors import MoQError, check_choice, explained, require, write_json
 from ..grid import LEAST_INPUT_BLOCK, InputGrid, InputScale
 from ..packed.files import new_path, staged
 from ..quantizer import Quantized
@@ -469,9 +468,7 @@ def _write_rest(
     names = ("moq_hf", "torch", "onnx", "onnxruntime")
     versions = {name: str(importlib.import_module(name).__version__) for name in names}
     report |= {"opset": OPSET, "versions": versions, "tolerance": tolerance}
-    (folder / REPORT_NAME).write_text(
-        json.dumps(report, indent=1) + "\n", encoding="utf-8"
-    )
+    write_json(folder / REPORT_NAME, report, indent=1)
 
 
 @dataclass(frozen=True)

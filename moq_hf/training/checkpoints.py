@@ -1,7 +1,6 @@
 """The checkpoints of a run: which of them is complete, and the state that a callback keeps in them."""
 
 import contextlib
-import json
 import logging
 import operator
 import os
@@ -17,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import TrainerState
 
-from ..errors import MoQError
+from ..errors import MoQError, read_json
 from ..names import without_fsdp, without_peft
 from ..seams.transformers import CALLBACKS_KEY, INCOMPLETE, callback_states
 from .resume import saved_state
@@ -93,10 +92,10 @@ def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
     if not (folder / STATE_FILE).is_file():
         return f"{STATE_FILE} is missing"
     try:
-        document = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        document = read_json(folder / STATE_FILE)
         # Raises TypeError unless the step is a whole number.
         operator.index(document["global_step"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return f"{STATE_FILE} is damaged"
     for path in sorted(folder.iterdir()):
         try:
@@ -284,7 +283,7 @@ def state_of_run(checkpoint: Path) -> Mapping[str, Any]:
 
 def _saved_in(checkpoint: Path) -> Mapping[str, Any] | None:
     """Read the controller's state in a checkpoint; None where there is none."""
-    document = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    document = read_json(checkpoint / STATE_FILE)
     return _state_in(document.get(CALLBACKS_KEY))
 
 
