@@ -14,10 +14,6 @@ from .config_fields import Positive, Size, Weight
 from .errors import MoQError, show, write_json
 from .version import __version__
 
-_EXPORT = """onnx: models with integer weights in the folder OUT, whose answers are compared with the checkpoint's; if
-weight-only differs by more than the tolerance, nothing is written and the exit status is 2. gguf: the checkpoint's
-integers in the file OUT, for llama.cpp. float: an ordinary folder OUT of floats on their grid."""
-
 
 def _number(kind: Any, wanted: str) -> Callable[[str], Any]:
     """Make the reader of an option that takes a number of a config's kind; `wanted` says which."""
@@ -54,22 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"moq_hf {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
-    for add in (
-        add_plan,
-        add_migrate,
-        add_report,
-        add_pack,
-        add_inspect,
-        add_export,
-        add_bench,
-    ):
-        add(subparsers)
-    args = parser.parse_args(argv)
-    if not hasattr(args, "run"):
+    for name, (add, run, does, description) in _COMMANDS.items():
+        command = subparsers.add_parser(
+            name,
+            help=does,
+            description=description,
+            argument_default=argparse.SUPPRESS,
+        )
+        add(command)
+        command.set_defaults(run=run)
+    options = vars(parser.parse_args(argv))
+    if not options:
         parser.print_help(sys.stderr)
         return 2
     try:
-        args.run(args)
+        options.pop("run")(**options)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, `head` for instance, has seen enough. Python flushes once more at
@@ -81,14 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def add_plan(subparsers: Any) -> None:
+def add_plan(parser: argparse.ArgumentParser) -> None:
     """`moq-hf plan`: the schedule of a run, ahead of time."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="which precision a run will have when, and what memory it takes",
-        description="Show when each drop comes for the least and the most sensitive block, and what will not be "
-        "reached.",
-    )
     add = parser.add_argument
     add("config", metavar="CONFIG", help="a preset's name or a JSON file")
     add("--max_steps", type=_positive, required=True, help="optimizer steps of the run")
@@ -96,61 +85,46 @@ def add_plan(subparsers: Any) -> None:
         "--model",
         help="folder or Hub id of the model: what is quantized, the size of the result, and the memory of the run",
     )
-    parser.set_defaults(run=_plan)
 
 
-def _plan(args: argparse.Namespace) -> None:
+def _plan(config: str, max_steps: int, model: str | None = None) -> None:
     from .config import MoQConfig
     from .forecast import plan
 
-    planned = plan(MoQConfig.load(args.config), args.max_steps)
+    planned = plan(MoQConfig.load(config), max_steps)
     print(planned)
-    if args.model is not None:
+    if model is not None:
         from .memory import plan_of_model
 
-        print(f"\n{plan_of_model(args.model, planned.config, args.max_steps)}")
+        print(f"\n{plan_of_model(model, planned.config, max_steps)}")
 
 
-def add_migrate(subparsers: Any) -> None:
+def add_migrate(parser: argparse.ArgumentParser) -> None:
     """`moq-hf migrate DS.JSON`: a DeepSpeed config turned into one of moq_hf."""
-    parser = subparsers.add_parser(
-        "migrate",
-        help="turn a DeepSpeed file into a moq_hf config that fits a run",
-        description="Write what the section quantize_training of a DeepSpeed config says, with every default that "
-        "DeepSpeed assumes, so that a run of --max_steps reaches its target.",
-    )
     add = parser.add_argument
     add("config", metavar="DS.JSON", help="a DeepSpeed config, or its section alone")
     add("--max_steps", type=_positive, required=True, help="optimizer steps of the run")
     add("--out", metavar="FILE", help="the file to write; default: print it")
-    parser.set_defaults(run=_migrate)
 
 
-def _migrate(args: argparse.Namespace) -> None:
+def _migrate(config: str, max_steps: int, out: str | None = None) -> None:
     from .config import read_document
     from .migrate import migrate
 
-    if not os.path.exists(args.config):
-        raise MoQError(
-            f"{args.config} does not exist: give the file of a DeepSpeed config"
-        )
-    migrated = migrate(read_document(args.config), args.max_steps)
-    if args.out is None:
+    if not os.path.exists(config):
+        raise MoQError(f"{config} does not exist: give the file of a DeepSpeed config")
+    migrated = migrate(read_document(config), max_steps)
+    if out is None:
         print(json.dumps(migrated, indent=2))
         return
-    if os.path.exists(args.out):
-        raise MoQError(f"{args.out} exists already: give a new name")
-    write_json(Path(args.out), migrated)
-    print(f"{args.out}: moq-hf plan {args.out} --max_steps {args.max_steps} shows it")
+    if os.path.exists(out):
+        raise MoQError(f"{out} exists already: give a new name")
+    write_json(Path(out), migrated)
+    print(f"{out}: moq-hf plan {out} --max_steps {max_steps} shows it")
 
 
-def add_report(subparsers: Any) -> None:
+def add_report(parser: argparse.ArgumentParser) -> None:
     """`moq-hf report`: what a finished run did, as a page."""
-    parser = subparsers.add_parser(
-        "report",
-        help="what a finished run did, as one HTML page",
-        description="Write moq_report.html from the folder of a finished run, beside a float run in its folder float.",
-    )
     add = parser.add_argument
     add(
         "directory",
@@ -158,23 +132,16 @@ def add_report(subparsers: Any) -> None:
         help="the run's output_dir, or one of its checkpoints",
     )
     add("--out", help="folder to write to; default: the run's")
-    parser.set_defaults(run=_report)
 
 
-def _report(args: argparse.Namespace) -> None:
+def _report(directory: str, out: str | None = None) -> None:
     from .report import write_report
 
-    print(write_report(args.directory, args.out))
+    print(write_report(directory, out))
 
 
-def add_pack(subparsers: Any) -> None:
+def add_pack(parser: argparse.ArgumentParser) -> None:
     """`moq-hf pack CHECKPOINT OUT`: the packed model of a run's checkpoint."""
-    parser = subparsers.add_parser(
-        "pack",
-        help="the packed model of a run's checkpoint, in little memory",
-        description="Write the packed model that MoQTrainer.save_model would have written at a checkpoint's step. The "
-        "weights are read one at a time: from safetensors, from the shards of FSDP2, or from DeepSpeed's files.",
-    )
     add = parser.add_argument
     add(
         "checkpoint",
@@ -188,52 +155,33 @@ def add_pack(subparsers: Any) -> None:
         help="how the weights lie in the files; default: what loads; gemma: transformers' own 2, 4 and 8 bits, which "
         "stay packed in memory, for transformers >= 5.23 alone",
     )
-    parser.set_defaults(run=_pack)
 
 
-def _pack(args: argparse.Namespace) -> None:
+def _pack(**options: Any) -> None:
     from .packed.pack import pack_checkpoint
 
-    print(
-        pack_checkpoint(
-            args.checkpoint,
-            args.out,
-            layout=args.layout,
-        )
-    )
+    print(pack_checkpoint(**options))
 
 
-def add_inspect(subparsers: Any) -> None:
+def add_inspect(parser: argparse.ArgumentParser) -> None:
     """`moq-hf inspect DIRECTORY`: verify a packed checkpoint, print its layers and who can serve it."""
-    parser = subparsers.add_parser(
-        "inspect",
-        help="verify a packed checkpoint, print its layers and who can serve it",
-        description="Verify a packed checkpoint, and say which servers take it.",
-    )
     parser.add_argument(
         "directory",
         help="what save_quantized, MoQTrainer.save_model or a run's end wrote",
     )
-    parser.set_defaults(run=_inspect)
 
 
-def _inspect(args: argparse.Namespace) -> None:
+def _inspect(directory: str) -> None:
     from .packed.state import served_by
     from .packed.verify import verify_quantized
     from .serving import served_table
 
-    print(verify_quantized(args.directory).table())
-    print("\n" + served_table(served_by(args.directory)))
+    print(verify_quantized(directory).table())
+    print("\n" + served_table(served_by(directory)))
 
 
-def add_export(subparsers: Any) -> None:
+def add_export(parser: argparse.ArgumentParser) -> None:
     """`moq-hf export DIR --to FORMAT OUT`: a packed checkpoint for other programs, proven to be the same."""
-    parser = subparsers.add_parser(
-        "export",
-        help="write a packed checkpoint as ONNX models, as a GGUF file or as floats, and prove it",
-        description=_EXPORT,
-        argument_default=argparse.SUPPRESS,
-    )
     parser.add_argument(
         "directory",
         metavar="DIR",
@@ -291,50 +239,37 @@ def add_export(subparsers: Any) -> None:
         help="largest difference of weight-only's outputs; default: 0.0001",
     )
     _add_data(onnx, "compare on these rows")
-    parser.set_defaults(run=_export)
 
 
-def _export(args: argparse.Namespace) -> None:
-    options = {
-        name: value
-        for name, value in vars(args).items()
-        if name not in ("run", "directory", "to", "out")
-    }
+def _export(directory: str, to: str, out: str, **options: Any) -> None:
     gguf = {"base", "converter"}
     taken = {"onnx": options.keys() - gguf, "gguf": gguf, "float": set()}
-    foreign = options.keys() - taken[args.to]
+    foreign = options.keys() - taken[to]
     if foreign:
-        raise MoQError(f"--to {args.to} goes without --{', --'.join(sorted(foreign))}")
-    if args.to == "gguf":
+        raise MoQError(f"--to {to} goes without --{', --'.join(sorted(foreign))}")
+    if to == "gguf":
         from .export.gguf import export_gguf
 
         if not options:
             raise MoQError(
                 "--to gguf needs llama.cpp's converter: moq-hf export "
-                f"{args.directory} --to gguf {args.out} --converter llama.cpp/convert_hf_to_gguf.py; "
+                f"{directory} --to gguf {out} --converter llama.cpp/convert_hf_to_gguf.py; "
                 "or --base, what it made of the checkpoint as floats"
             )
-        print(export_gguf(args.directory, args.out, **options).table())
-    elif args.to == "float":
+        print(export_gguf(directory, out, **options).table())
+    elif to == "float":
         from .export.floats import export_floats
 
-        print(f"{export_floats(args.directory, args.out)}: floats on their grid")
+        print(f"{export_floats(directory, out)}: floats on their grid")
     else:
         from .export.onnx import export_onnx
 
         _read_data(options)
-        print(export_onnx(args.directory, args.out, **options).table())
+        print(export_onnx(directory, out, **options).table())
 
 
-def add_bench(subparsers: Any) -> None:
+def add_bench(parser: argparse.ArgumentParser) -> None:
     """`moq-hf bench DIR`: how fast the exported files are on this CPU, and which one to deploy."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="speed, size and accuracy of the exported files on this CPU, and which one to deploy",
-        description="Export a packed encoder to a temporary folder, measure the files in ONNX Runtime and, if it "
-        "is installed, in OpenVINO beside PyTorch, and say which file to deploy here.",
-        argument_default=argparse.SUPPRESS,
-    )
     add = parser.add_argument
     add("directory", metavar="DIR", help="a packed checkpoint with its tokenizer")
     add("--batch", type=_positive, help="examples timed together; default: 8")
@@ -345,19 +280,13 @@ def add_bench(subparsers: Any) -> None:
         help="what a recommended file may lose of each metric; default: 0.01",
     )
     _add_data(parser, "measure the accuracy on these rows")
-    parser.set_defaults(run=_bench)
 
 
-def _bench(args: argparse.Namespace) -> None:
+def _bench(**options: Any) -> None:
     from .export.bench import benchmark
 
-    options = {
-        name: value
-        for name, value in vars(args).items()
-        if name not in ("run", "directory")
-    }
     _read_data(options)
-    print(benchmark(args.directory, **options).table())
+    print(benchmark(**options).table())
 
 
 def _add_data(parser: Any, does: str) -> None:
@@ -388,6 +317,58 @@ def _read_data(options: dict[str, Any]) -> None:
         options["data"] = read_data(file, task)
     elif task is not None:
         raise MoQError("--task_name goes with --validation_file")
+
+
+# Each command: what adds its arguments, what runs with them, and two texts of its help.
+_COMMANDS: dict[str, tuple[Callable[[Any], None], Callable[..., None], str, str]] = {
+    "plan": (
+        add_plan,
+        _plan,
+        "which precision a run will have when, and what memory it takes",
+        "Show when each drop comes for the least and the most sensitive block, and what will not be reached.",
+    ),
+    "migrate": (
+        add_migrate,
+        _migrate,
+        "turn a DeepSpeed file into a moq_hf config that fits a run",
+        "Write what the section quantize_training of a DeepSpeed config says, with every default that DeepSpeed "
+        "assumes, so that a run of --max_steps reaches its target.",
+    ),
+    "report": (
+        add_report,
+        _report,
+        "what a finished run did, as one HTML page",
+        "Write moq_report.html from the folder of a finished run, beside a float run in its folder float.",
+    ),
+    "pack": (
+        add_pack,
+        _pack,
+        "the packed model of a run's checkpoint, in little memory",
+        "Write the packed model that MoQTrainer.save_model would have written at a checkpoint's step. The weights are "
+        "read one at a time: from safetensors, from the shards of FSDP2, or from DeepSpeed's files.",
+    ),
+    "inspect": (
+        add_inspect,
+        _inspect,
+        "verify a packed checkpoint, print its layers and who can serve it",
+        "Verify a packed checkpoint, and say which servers take it.",
+    ),
+    "export": (
+        add_export,
+        _export,
+        "write a packed checkpoint as ONNX models, as a GGUF file or as floats, and prove it",
+        "onnx: models with integer weights in the folder OUT, whose answers are compared with the checkpoint's; if "
+        "weight-only differs by more than the tolerance, nothing is written and the exit status is 2. gguf: the "
+        "checkpoint's integers in the file OUT, for llama.cpp. float: an ordinary folder OUT of floats on their grid.",
+    ),
+    "bench": (
+        add_bench,
+        _bench,
+        "speed, size and accuracy of the exported files on this CPU, and which one to deploy",
+        "Export a packed encoder to a temporary folder, measure the files in ONNX Runtime and, if it is installed, in "
+        "OpenVINO beside PyTorch, and say which file to deploy here.",
+    ),
+}
 
 
 if __name__ == "__main__":
