@@ -25,7 +25,7 @@ _OF_PEFT = re.compile(rf"(^|\.)({ADAPTED}|{ORIGINAL}|{TRAINED_COPIES}\.[^.]+)(?=
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """The model that `torch.compile` wrapped; any other one as it is."""
-    return cast(nn.Module, getattr(model, COMPILED, model))
+    return getattr(model, COMPILED, model)
 
 
 def unwrapped(model: Any) -> nn.Module:
@@ -51,8 +51,7 @@ def unwrapped(model: Any) -> nn.Module:
 def without_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a model had before FSDP2 made another one of it."""
     if cls.__bases__[0].__name__ == FSDP2:
-        found: type[nn.Module] = cls.__bases__[1]
-        return found
+        return cls.__bases__[1]
     return cls
 
 

@@ -37,11 +37,7 @@ def is_apart(tensor: Tensor) -> bool:
 
 def shape_of(tensor: Tensor) -> torch.Size:
     """The shape of the whole tensor, even where this process holds only a part of it or nothing."""
-    return (
-        cast(torch.Size, getattr(tensor, ZERO_3_SHAPE))
-        if is_partitioned(tensor)
-        else tensor.shape
-    )
+    return getattr(tensor, ZERO_3_SHAPE, tensor.shape)
 
 
 def is_sharded(tensor: Tensor) -> bool:

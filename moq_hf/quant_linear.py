@@ -353,7 +353,6 @@ class QuantConv1D(QuantLayer, Conv1D):
     """
 
     kind = "conv1d"
-    weight: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` `[..., in_features]` times the quantized weight, plus the bias."""
@@ -447,8 +446,7 @@ def base_class(
     """The class that a module had before it got the class `cls`, which is derived from `quantized`."""
     first, second = cls.__bases__[:2]
     if issubclass(first, quantized):
-        found: type[nn.Module] = second
-        return found
+        return second
     # The class that fully_shard made of a quantized one.
     return type(
         cls.__name__.replace("Quant", "", 1),

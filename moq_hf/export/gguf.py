@@ -78,8 +78,6 @@ _SIZE = 32
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int16)
 # What holds its scales.
 _FP4_SCALES = {"MXFP4": torch.float8_e8m0fnu, "NVFP4": torch.float8_e4m3fn}
-Floats = NDArray[np.float32]
-Halves = NDArray[np.float16]
 _HINT = "make the base of this checkpoint (moq-hf export DIR --to float)"
 
 
@@ -263,8 +261,8 @@ class Blocks(NamedTuple):
 
     kind: str
     codes: NDArray[np.int16]
-    scale: Halves | NDArray[np.uint8]
-    minimum: Halves | None
+    scale: NDArray[np.float16] | NDArray[np.uint8]
+    minimum: NDArray[np.float16] | None
     error: float
 
     def raw(self) -> NDArray[np.uint8]:
@@ -287,12 +285,12 @@ class Blocks(NamedTuple):
             parts = [part.reshape(rows, -1, 4 * part.shape[-1]) for part in parts]
         return np.concatenate(parts, -1).reshape(rows, -1)
 
-    def values(self) -> Floats:
+    def values(self) -> NDArray[np.float32]:
         """The weight that gguf reads in these blocks, float32 `[rows, columns]`."""
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize as floats_of
 
-        return cast(Floats, floats_of(self.raw(), GGMLQuantizationType[self.kind]))
+        return floats_of(self.raw(), GGMLQuantizationType[self.kind])
 
 
 def kind_of(layer: StoredLayer) -> str:
@@ -331,7 +329,7 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     size = fp4.group_size if fp4 else _SIZE
     blocks = columns // size
 
-    def per_block(values: Tensor) -> Floats:
+    def per_block(values: Tensor) -> NDArray[np.float32]:
         return per_weight(values.float(), (rows, blocks))[..., None].numpy()
 
     codes = stored.codes.numpy().astype(np.int16).reshape(rows, blocks, size)

@@ -66,8 +66,7 @@ def callbacks_of(trainer: transformers.Trainer) -> list[transformers.TrainerCall
     Breaks: `MoQTrainer` would not find its callback again after
     `restore_callback_states_from_checkpoint`.
     """
-    found: list[transformers.TrainerCallback] = trainer.callback_handler.callbacks
-    return found
+    return trainer.callback_handler.callbacks
 
 
 def calling_trainer(
@@ -421,7 +420,7 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
         {}
     """
     get = getattr(model, "get_expanded_tied_weights_keys", None)
-    return cast(dict[str, str], get(all_submodels=True)) if callable(get) else {}
+    return get(all_submodels=True) if callable(get) else {}
 
 
 def never_saved(model: nn.Module) -> set[str]:
@@ -615,7 +614,7 @@ def convolve(layer: nn.Conv1d | nn.Conv2d, input: Tensor, weight: Tensor) -> Ten
     which pads by the layer's mode.
     Breaks: Convolutions could not be quantized: the first forward pass fails.
     """
-    return cast(Any, layer)._conv_forward(input, weight, layer.bias)  # type: ignore[no-any-return]
+    return layer._conv_forward(input, weight, layer.bias)  # type: ignore[no-any-return]
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

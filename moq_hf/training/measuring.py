@@ -110,7 +110,7 @@ def eager() -> contextlib.AbstractContextManager[Any]:
     """No code that was compiled runs inside."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
-    return cast(Any, torch.compiler.set_stance("force_eager"))  # type: ignore[no-any-return]
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
