@@ -16,7 +16,7 @@ from .errors import MoQError, shortened
 from .formats.stored import EncodeSpec
 from .formats.table import form_of, has_codes
 from .grid import Format
-from .model.inventory import FUSED, Inventory, is_convolution
+from .model.inventory import Inventory, is_convolution
 from .model.sizes import is_unpacked_while_loading
 from .names import plain_name, pretrained, without_fsdp, without_peft
 from .processes import shape_of
@@ -504,19 +504,12 @@ def _misfits(
 
 def _unlike_siblings(grids: Mapping[str, str]) -> dict[str, list[str]]:
     """Find layers that servers fuse into one although their grids differ, by what they are."""
-    families: dict[tuple[str, str], list[str]] = {}
-    for name in grids:
-        block, is_expert, _ = name.partition(".experts.")
-        parent, _, layer = name.rpartition(".")
-        fused = next((names for names in FUSED if layer in names), (name,))
-        family = (parent, ", ".join(fused))
-        if is_expert:
-            family = (block, "all experts of a block")
-        families.setdefault(family, []).append(name)
     unlike: dict[str, list[str]] = {}
-    for (_, what), names in families.items():
+    for unit, names in Inventory.units(grids).items():
         different = sorted({grids[name] for name in names})
         if len(different) > 1:
+            what = unit.rpartition(".")[2].replace("-", ", ")
+            what = "all experts of a block" if what == "experts" else what
             unlike.setdefault(f"{what} ({' and '.join(different)})", []).extend(names)
     return unlike
 

@@ -188,12 +188,12 @@ class Inventory:
             blocks.setdefault(self.block_of(layer, measured), []).append(layer)
         return blocks
 
-    def units(self, layers: Iterable[str]) -> dict[str, list[str]]:
+    @staticmethod
+    def units(layers: Iterable[str]) -> dict[str, list[str]]:
         """Group the layers that must have equal bits: those that servers fuse into one, and the experts of a layer.
 
         >>> model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("q_proj", "k_proj", "o_proj", "v_proj")})
-        >>> inventory = Inventory.of(model)
-        >>> inventory.units(inventory.linears)
+        >>> Inventory.units(model)
         {'q_proj-k_proj-v_proj': ['q_proj', 'k_proj', 'v_proj'], 'o_proj': ['o_proj']}
         """
         units: dict[str, list[str]] = {}
