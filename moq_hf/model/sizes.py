@@ -137,8 +137,7 @@ class ModelSizes:
         others take their current bits, a byte in an embedding table, or all take as
         many bits as the largest, whichever is less; see `has_one_width`.
         """
-        width = self._widest if self.has_one_width else None
-        size = sum(weight.saved(width) for weight in self._weights)
+        size = min(self._saved(None), self._saved(self._widest))
         return (self._others_bits + size) / 8e6
 
     @property
@@ -148,10 +147,10 @@ class ModelSizes:
         Only a model that is unpacked while loading can have a table in fewer than 8
         bits, and then all codes have one width.
         """
-        widest = self._widest
-        apart = sum(weight.saved(None) for weight in self._weights)
-        alike = sum(weight.saved(widest) for weight in self._weights)
-        return alike < apart
+        return self._saved(self._widest) < self._saved(None)
+
+    def _saved(self, width: int | None) -> int:
+        return sum(weight.saved(width) for weight in self._weights)
 
     @property
     def _widest(self) -> int:
