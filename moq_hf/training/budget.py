@@ -242,7 +242,8 @@ def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | N
     >>> cheapest(blocks, 6), cheapest(blocks, 8), cheapest(blocks, 3)
     ([1, 0], [1, 1], None)
     """
-    if sum(min(option.size for option in options) for options in blocks) > capacity:
+    smallest = sum(min(option.size for option in options) for options in blocks)
+    if smallest > capacity:
         return None
     scale = sum(max(option.cost for option in options) for options in blocks) or 1.0
     worth = _TIE * scale / max(capacity, 1)
@@ -256,7 +257,6 @@ def cheapest(blocks: Sequence[Sequence[Option]], capacity: int) -> list[int] | N
     least = (
         sum(option.cost + price * option.size for option in relaxed) - price * capacity
     )
-    smallest = sum(min(option.size for option in options) for options in blocks)
     cost = np.zeros(1)
     size = np.zeros(1, np.int64)
     kept: list[np.ndarray] = []
