@@ -81,6 +81,8 @@ class _Measure:
     Attributes:
         loss: Gives the scalar mean loss of the model over a batch; by default the loss
             in the model's output.
+        device: That of the model.
+        is_apart: Whether FSDP2 or ZeRO-3 takes the parameters apart.
         products: Products with the Hessian that a block took on average in the last
             measurement.
     """
@@ -104,6 +106,7 @@ class _Measure:
             min(self.config.max_iter, FIRST_PRODUCTS[self.config.method])
         )
         self.device = device_of(next(model.parameters()))
+        self.is_apart = any(is_apart(p) for part in blocks.values() for p in part)
         self._warned: set[str] = set()
 
     def _quantized_layers(self) -> dict[str, list[QuantLayer]]:
@@ -213,7 +216,7 @@ class Eigenvalue(_Measure):
         Raises:
             MoQError: FSDP2 or ZeRO-3 takes them apart.
         """
-        if any(is_apart(p) for parameters in self.blocks.values() for p in parameters):
+        if self.is_apart:
             raise MoQError(NOT_UNDER_ENGINES)
 
     def check(self, batch: Batch) -> None:

@@ -14,7 +14,7 @@ from ..errors import MoQError
 from ..model.inventory import Inventory
 from ..model.selection import split_blocks
 from ..names import is_below
-from ..processes import is_apart, largest_over_ranks, mean_over_ranks
+from ..processes import largest_over_ranks, mean_over_ranks
 from ..schedule import PrecisionSchedule
 from .measures import MEASURES, Costs, finite_costs
 from .samples import Batch, Samples, part_of, rows_of, with_tensors
@@ -75,10 +75,6 @@ class Sensitivity:
         self.measure = MEASURES[config.measure](
             inventory.model, self.blocks, layers, config
         )
-        self.is_apart = any(
-            is_apart(p) for parameters in self.blocks.values() for p in parameters
-        )
-        self.device = self.measure.device
         self.scores: dict[str, float] = {}
         self.seconds = 0.0
         self.samples = Samples(self.config.num_samples)
@@ -261,16 +257,15 @@ class Sensitivity:
         Raises:
             MoQError: There are no examples.
         """
+        device = self.measure.device
 
         def moved(value: Tensor) -> Tensor:
-            in_float32 = value.is_floating_point() and not self.is_apart
-            return value.to(self.device, torch.float32 if in_float32 else None)
+            in_float32 = value.is_floating_point() and not self.measure.is_apart
+            return value.to(device, torch.float32 if in_float32 else None)
 
         batches = [with_tensors(batch, moved) for batch in self.samples.batches(rows)]
-        if self.is_apart:
-            least = -largest_over_ranks(
-                torch.tensor([-len(batches)], device=self.device)
-            )
+        if self.measure.is_apart:
+            least = -largest_over_ranks(torch.tensor([-len(batches)], device=device))
             batches = batches[: int(least)]
         if not batches:
             raise MoQError(
@@ -278,7 +273,7 @@ class Sensitivity:
             )
         # Ranks must agree on whether to measure, and on what it cost.
         count = float(sum(map(rows_of, batches)))
-        return batches, mean_over_ranks([count], self.device)[0]
+        return batches, mean_over_ranks([count], device)[0]
 
 
 def _blocks_of(
