@@ -581,7 +581,7 @@ def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | N
     if not config.activations.enabled:
         return None
     model = without_peft(inventory.model)
-    path = next(name for name, module in inventory.modules.items() if module is model)
+    path = inventory.name_of(model)
     faults: dict[str, list[str]] = {}
     packed = []
     has_lora = False

@@ -134,6 +134,10 @@ class Inventory:
                 lists[name] = module
         return lists
 
+    def name_of(self, part: nn.Module) -> str:
+        """The first name of one of the modules."""
+        return next(name for name, module in self.modules.items() if module is part)
+
     def is_added(self, name: str) -> bool:
         """Whether a name is that of one of PEFT's adapters, or of something in it."""
         return is_below(name, *self.adapters)

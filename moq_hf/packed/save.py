@@ -457,9 +457,7 @@ class _Saving:
         given = self.options.state_dict
         source = given or self.model.state_dict()
         live = (self.whole_model if given else self.model).state_dict(keep_vars=True)
-        path = next(
-            name for name, module in self.whole.modules.items() if module is self.model
-        )
+        path = self.whole.name_of(self.model)
         # The names in the source by those that the tensors had before PEFT came.
         names = without_peft_names(
             {name.removeprefix(f"{path}."): name for name in source},

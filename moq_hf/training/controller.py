@@ -93,11 +93,8 @@ class MoQController:
         config = self.config
         self.inventory = inventory
         self.model = inventory.model
-        inner = pretrained(self.model)
         # What stands before the names of blocks in a wrapper, and says nothing in a chart.
-        self._wrapper = next(
-            (f"{n}." for n, part in inventory.modules.items() if part is inner), ""
-        )
+        self._wrapper = f"{inventory.name_of(pretrained(self.model))}."
         configs = {name: config.of(name) for name in inventory.scheduled}
         free = [name for name, own in configs.items() if own.budget is not None]
         fixed = {n: own.targets[0] for n, own in configs.items() if n not in free}
