@@ -17,7 +17,7 @@ like, and does not outlive a change of the weight or of its precision.
 import contextlib
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, cast
 
 import torch
@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from . import quantizer
 from .errors import MoQError
-from .inputs import inputs_out_of_reach
+from .inputs import InputObserver, inputs_out_of_reach
 from .layer_state import LayerState, straight_through
 from .processes import is_apart, shape_of, whole
 from .schedule import FLOAT_BITS
@@ -259,6 +259,15 @@ class QuantLayer(QuantModule):
         # Classes made for subclasses of nn.Linear have no importable name: the base
         # class stands for them.
         return _new_layer, (base_class(type(self)),), self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+def inputs_of(layers: Mapping[str, QuantLayer]) -> dict[str, InputObserver]:
+    """What rounds the inputs of layers, by the names of those that have any."""
+    return {
+        name: layer.moq.inputs
+        for name, layer in layers.items()
+        if layer.moq.inputs is not None
+    }
 
 
 def recompute_in_backward(

@@ -22,7 +22,7 @@ from ..errors import MoQError, explained, read_as, show, write_json
 from ..formats.stored import StoredLayer, by_matrix
 from ..formats.table import has_codes
 from ..inputs import ranges_of
-from ..quant_linear import QuantLayer
+from ..quant_linear import QuantLayer, inputs_of
 from ..training.controller import MoQController
 from ..training.resume import Range, SavedBits, Unit
 from ..version import __version__
@@ -93,11 +93,6 @@ def state_of(
     }
     config = next(iter(layers.values())).moq.config
     assert config is not None
-    inputs = {
-        name: layer.moq.inputs
-        for name, layer in layers.items()
-        if layer.moq.inputs is not None
-    }
     step = None
     history: list[dict[str, Any]] = []
     choice = None
@@ -109,7 +104,7 @@ def state_of(
         "format": STATE_FORMAT,
         "versions": versions,
         "config": shareable(config.to_dict()),
-        "input_ranges": ranges_of(inputs),
+        "input_ranges": ranges_of(inputs_of(layers)),
         "step": step,
         "history": history,
         "choice": choice,

@@ -11,14 +11,14 @@ from torch import nn
 
 from ..config import MoQConfig
 from ..errors import MoQError, explained
-from ..inputs import InputObserver, load_ranges, ranges_of, update_ranges
+from ..inputs import load_ranges, ranges_of, update_ranges
 from ..model.convert import check_finite, prepare_model
 from ..model.inventory import Inventory
 from ..model.selection import split_blocks, take_inventory
 from ..model.sizes import FileSize, ModelSizes
 from ..names import pretrained
 from ..processes import agree, device_of, is_distributed, shape_of
-from ..quant_linear import QuantLayer
+from ..quant_linear import QuantLayer, inputs_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..version import __version__
 from . import messages
@@ -180,7 +180,7 @@ class MoQController:
         due = self.schedule.steps % self.config.scale_refresh == 0
         # All processes go in the same order, since they gather sharded weights for it.
         self._write_bits(block for block in self.blocks if due or block in switched)
-        update_ranges(self._inputs().values())
+        update_ranges(inputs_of(self.layers).values())
         self._write_progress()
         check_finite(self.all_layers, read_weights=False)
         if self.config.verbose:
@@ -328,7 +328,7 @@ class MoQController:
                 for name, ratio in ratios.items()
                 if ratio is not None
             },
-            "input_ranges": ranges_of(self._inputs()),
+            "input_ranges": ranges_of(inputs_of(self.layers)),
             "history": [list(switch) for switch in self.history],
             "float_size_mb": self.sizes.float_mb,
             "sensitivity": None
@@ -360,7 +360,7 @@ class MoQController:
         self.history = [Switch(*switch) for switch in state["history"]]
         self.choice = None if self.config.budget is None else choice_in(state)
         self._write_bits(self.blocks, state["ratios"])
-        load_ranges(self._inputs(), state.get("input_ranges", {}))
+        load_ranges(inputs_of(self.layers), state.get("input_ranges", {}))
         # Before the offset a changed config may have grouped the layers into other blocks.
         if self.sensitivity is not None and (self.has_begun or not changed):
             # With other limits the number of examples is found again.
@@ -384,13 +384,6 @@ class MoQController:
     def warnings(self) -> list[str]:
         """What a user should know before the first step."""
         return messages.warnings(self.inventory, self.config, self.sizes)
-
-    def _inputs(self) -> dict[str, InputObserver]:
-        return {
-            name: layer.moq.inputs
-            for name, layer in self.layers.items()
-            if layer.moq.inputs is not None
-        }
 
     def _shown(self, sums: list[int]) -> str:
         return (
