@@ -76,8 +76,8 @@ class RowBlocks:
     row_size: ClassVar[int | None] = None
 
     @property
-    def divides(self) -> tuple[Axis, int] | None:
-        """Which size of a layer must be a multiple of what; None if any will do."""
+    def divides(self) -> tuple[Axis, int]:
+        """Which size of a layer must be a multiple of what."""
         return "out_features", self.count
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
@@ -101,10 +101,7 @@ class PerChannel:
     (12, 1)
     """
 
-    key: ClassVar[str] = "quantize_groups"
-    instead: ClassVar[str] = ""
     row_size: ClassVar[int | None] = None
-    divides: ClassVar[tuple[Axis, int] | None] = None
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
         """The shape of the scale for a weight `[rows, columns]`."""
@@ -129,7 +126,7 @@ class PerGroup:
         return self.size
 
     @property
-    def divides(self) -> tuple[Axis, int] | None:
+    def divides(self) -> tuple[Axis, int]:
         """Which size of a layer must be a multiple of what."""
         return "in_features", self.size
 

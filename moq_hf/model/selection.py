@@ -569,27 +569,22 @@ def _check_groups(features: Mapping[str, Mapping[str, int]], config: MoQConfig) 
     for layer, own in features.items():
         by_grouping.setdefault(config.of(layer).grouping, {})[layer] = own
     for grouping, features_of_layers in by_grouping.items():
-        _check_grouping(features_of_layers, grouping)
-
-
-def _check_grouping(
-    features: Mapping[str, Mapping[str, int]], grouping: Grouping
-) -> None:
-    if grouping.divides is None:
-        return
-    axis, count = grouping.divides
-    sizes: list[int] = []
-    wrong: list[str] = []
-    for layer, own in features.items():
-        for name in {axis, axis.replace("features", "channels")} & own.keys():
-            sizes.append(own[name])
-            if own[name] % count:
-                wrong.append(f"{layer} ({name} {own[name]})")
-    if wrong:
-        common = math.gcd(*sizes)
-        fits = [n for n in range(1, common + 1) if common % n == 0]
-        near = sorted(sorted(fits, key=lambda n: abs(n - count))[:3])
-        raise MoQError(
-            f"{grouping.key} {count} does not divide the weights of {shortened(wrong, MOST_FAULTS)}; "
-            f"nearest values that fit every layer: {', '.join(map(str, near))}{grouping.instead}"
-        )
+        # Channels divide every weight.
+        if isinstance(grouping, PerChannel):
+            continue
+        axis, count = grouping.divides
+        sizes: list[int] = []
+        wrong: list[str] = []
+        for layer, own in features_of_layers.items():
+            for name in {axis, axis.replace("features", "channels")} & own.keys():
+                sizes.append(own[name])
+                if own[name] % count:
+                    wrong.append(f"{layer} ({name} {own[name]})")
+        if wrong:
+            common = math.gcd(*sizes)
+            fits = [n for n in range(1, common + 1) if common % n == 0]
+            near = sorted(sorted(fits, key=lambda n: abs(n - count))[:3])
+            raise MoQError(
+                f"{grouping.key} {count} does not divide the weights of {shortened(wrong, MOST_FAULTS)}; "
+                f"nearest values that fit every layer: {', '.join(map(str, near))}{grouping.instead}"
+            )
