@@ -78,7 +78,7 @@ def parse(
     values |= given
     faults += map(_in_keywords, of_keywords)
     # What is not a format at all is found below.
-    fp4 = FP4.get(cast(Any, str(values.get("quantize_format"))))
+    fp4 = FP4.get(str(values.get("quantize_format")))
     if fp4 is not None:
         values.setdefault("quantize_bits.target_bits", FP4_BITS)
         values.setdefault("quantize_group_size", fp4.group_size)

@@ -54,7 +54,7 @@ class Fp4(NamedTuple):
     largest: float
 
 
-FP4: dict[Format, Fp4] = {
+FP4: dict[str, Fp4] = {
     "mxfp4": Fp4(32, 8, 2.0, "group", "torch.uint8", math.inf),
     "nvfp4": Fp4(16, 12, 2.0**8, "tensor_group", "torch.float8_e4m3fn", 21.0),
 }

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from .seams.engines import (
     is_offloaded,
     whole_of_partitions,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def is_distributed() -> bool:
@@ -40,7 +43,7 @@ def shape_of(tensor: Tensor) -> torch.Size:
     return getattr(tensor, ZERO_3_SHAPE, tensor.shape)
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether the tensor is a DTensor: each process holds a part, as FSDP2 leaves parameters between passes."""
     return hasattr(tensor, "device_mesh")
 
@@ -48,7 +51,7 @@ def is_sharded(tensor: Tensor) -> bool:
 def device_of(tensor: Tensor) -> torch.device:
     """The device that computes with the tensor; for shards, which may be offloaded to the CPU, that of their mesh."""
     return (
-        torch.device(cast(Any, tensor).device_mesh.device_type)
+        torch.device(tensor.device_mesh.device_type)
         if is_sharded(tensor)
         else tensor.device
     )
@@ -67,7 +70,7 @@ def whole(tensor: Tensor) -> Tensor:
 def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, detached: all of a plain one, nothing under ZeRO-3."""
     with torch.no_grad():
-        return (cast(Any, tensor).to_local() if is_sharded(tensor) else tensor).detach()
+        return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
 def sharded_as(weight: Tensor, values: Tensor) -> Tensor:
@@ -76,9 +79,8 @@ def sharded_as(weight: Tensor, values: Tensor) -> Tensor:
         return values
     from torch.distributed.tensor import distribute_tensor
 
-    like = cast(Any, weight)
     return distribute_tensor(
-        values.to(device_of(weight)), like.device_mesh, like.placements
+        values.to(device_of(weight)), weight.device_mesh, weight.placements
     ).to(weight.device)
 
 
@@ -148,8 +150,7 @@ def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) 
         )
     sharded = [parameter for parameter in parameters if is_sharded(parameter)]
     twice = any(
-        sum(p.is_shard() for p in cast(Any, parameter).placements) > 1
-        for parameter in sharded
+        sum(p.is_shard() for p in parameter.placements) > 1 for parameter in sharded
     )
     if sharded and (twice or FSDP2 not in names):
         raise MoQError(f"tensor-parallel weights cannot be quantized; {instead}")

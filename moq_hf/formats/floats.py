@@ -1,7 +1,6 @@
 """Floats on the grid: ordinary weights; `moq_state.json` holds the scales and zero points, which the checks need."""
 
 import base64
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,7 +36,8 @@ def read(stored: StoredWeight) -> Quantized:
         MoQError: A float is not on the grid.
     """
     layer = stored.layer
-    scale_text, zero_text = cast(tuple[str, str | None], layer.grid)
+    assert layer.grid is not None
+    scale_text, zero_text = layer.grid
     scale = _from_text(scale_text, torch.float32).view(layer.scales)
     zero = None
     if zero_text is not None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -119,8 +119,10 @@ def read_config(model: Path | str) -> PreTrainedConfig:
                 f"{model} comes with code of its own (auto_map in {CONFIG}), which moq-hf does not run; to pack a "
                 "checkpoint of it, resume its run from it: the end of training packs the model"
             )
-        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
-    return cast(PreTrainedConfig, config)
+        config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
+            model, trust_remote_code=False
+        )
+    return config
 
 
 def _weights_of(folder: Path) -> Weights:

@@ -155,19 +155,17 @@ def tell_of_saves(trainer: transformers.Trainer, tell: Callable[[Path], None]) -
         if not trainer.is_in_train:
             tell(Path(output_dir or str(trainer.args.output_dir)))
 
-    cast(Any, trainer).save_model = save_model
+    trainer.save_model = save_model  # type: ignore[method-assign]
 
 
-def prepared_inputs(
-    trainer: transformers.Trainer, inputs: Mapping[str, Any]
-) -> dict[str, Any]:
+def prepared_inputs(trainer: transformers.Trainer, inputs: Any) -> dict[str, Any]:
     """A batch of the data loader as `compute_loss` takes it: on the device, in the dtype that DeepSpeed wants.
 
     Relies on: `Trainer._prepare_inputs`.
     Breaks: Eigenvalues and the loss scale could not be measured: `MoQTrainer` fails at
     the first batch.
     """
-    return dict(trainer._prepare_inputs(cast(dict[str, Any], inputs)))
+    return dict(trainer._prepare_inputs(inputs))
 
 
 def checkpoint_folder(trainer: transformers.Trainer) -> Path:
@@ -344,7 +342,7 @@ def checkpoints_as_modules(trainer: transformers.Trainer, model: nn.Module) -> N
         finally:
             attributes["_weight_conversions"] = before
 
-    cast(Any, trainer)._save_checkpoint = _save_checkpoint
+    trainer._save_checkpoint = _save_checkpoint  # type: ignore[method-assign]
 
 
 def matrices_in_files(
