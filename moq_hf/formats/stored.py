@@ -1,6 +1,6 @@
 """A weight on its way into the files, and one that is read from them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from ..grid import Format, Grid, InputGrid
 from ..quant_linear import QuantLayer
 from ..quantizer import Quantized
 from ..schedule import FLOAT_BITS
-from ..weight_matrix import Kind
+from ..weight_matrix import Kind, parameter_of
 
 # Widest code that the packed format stores; wider layers are saved as floats.
 MAX_PACKED_BITS = 8
@@ -158,6 +158,29 @@ class EncodedWeight(NamedTuple):
     parts: dict[str, Tensor]
     scheme: dict[str, Any] | None = None
     grid: tuple[str, str | None] | None = None
+
+    def named(self, name: str, kind: Kind, tied: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors by their names in the files.
+
+        Modules that are tied to a table share its weight, and have scales and zero
+        points of their own.
+
+        Args:
+            name: The layer's.
+            kind: What it is.
+            tied: The modules that loading ties to it.
+        """
+        parts = dict(self.parts)
+        weight = parts.pop("weight", None)
+        owners = (name,) if weight is None else (name, *tied)
+        tensors = {
+            f"{owner}.{part}": tensor if owner == name else tensor.clone()
+            for owner in owners
+            for part, tensor in parts.items()
+        }
+        if weight is not None:
+            tensors[parameter_of(name, kind)] = weight
+        return tensors
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..errors import MoQError, one_line
 from ..formats import mxfp4
-from ..formats.stored import MAX_PACKED_BITS, EncodeSpec
+from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
 from ..formats.table import FORMS, form_of
 from ..names import pretrained, without_fsdp, without_peft
 from ..processes import shape_of
@@ -21,7 +21,7 @@ from ..quantizer import Quantized
 from ..schedule import FLOAT_BITS
 from ..seams.sentence_transformers import body_of
 from ..seams.transformers import initialize_again, original_format
-from ..weight_matrix import is_experts, parameter_of
+from ..weight_matrix import is_experts
 from .inventory import Inventory
 
 # Length of safetensors' names of dtypes that are not three letters long.
@@ -259,26 +259,15 @@ class FileSize:
         spec = EncodeSpec.of(layer, name in self._tables, None)
         spec = replace(spec, bits=bits, width=bits)
         form = FORMS[form_of(spec, "packed")]
-        parts = {"weight": _on_meta(shape_of(layer.float_weight), spec.dtype)}
+        weight = _on_meta(shape_of(layer.float_weight), spec.dtype)
+        encoded = EncodedWeight({"weight": weight})
         if form.FORMAT is not None:
             codes = _on_meta(spec.matrix_shape, torch.int32)
             scale = _on_meta(spec.grid.shape(*spec.matrix_shape), torch.float32)
             zero = None if spec.grid.symmetric else scale.int()
-            parts = dict(form.write(Quantized(codes, scale, zero), spec).parts)
-        weight = parts.pop("weight", None)
-        names = [name]
-        tensors = {}
-        if weight is not None:
-            tensors[parameter_of(name, layer.kind)] = weight
-            # Each module that is tied to a table has its own scales in the file.
-            names += [
-                other for other, owner in self._inventory.tied.items() if owner == name
-            ]
-        return tensors | {
-            f"{owner_or_tied}.{part}": tensor
-            for owner_or_tied in names
-            for part, tensor in parts.items()
-        }
+            encoded = form.write(Quantized(codes, scale, zero), spec)
+        tied = [other for other, owner in self._inventory.tied.items() if owner == name]
+        return encoded.named(name, layer.kind, tied)
 
 
 def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -274,7 +274,6 @@ class Encoder:
         state = layer.moq
         spec = self._specs[name]
         form = self.forms[name]
-        weight_name = parameter_of(name, spec.kind)
         tied = self.tied.get(name, ())
 
         def handed(values: Tensor) -> Tensor:
@@ -311,25 +310,17 @@ class Encoder:
                     weight, state.bits, state.grid, ratio=ratio, seed=state.seed
                 )
             except ValueError as error:
-                raise MoQError(f"{weight_name} cannot be quantized: {error}") from error
+                raise MoQError(
+                    f"{parameter_of(name, spec.kind)} cannot be quantized: {error}"
+                ) from error
             scales = (values.scale.shape[0], values.scale.shape[1])
             on_cpu: list[Any] = [
                 None if part is None else part.cpu() for part in values
             ]
             encoded = FORMS[form].write(quantizer.Quantized(*on_cpu), spec)
-        parts = encoded.parts
         matrices = self._matrices.get(name)
-        if not matrices:
-            # Modules that are tied to a table share its weight, and have scales and
-            # zero points of their own.
-            parts = {
-                f"{owner}.{part}": tensor if owner == name else tensor.clone()
-                for owner in (name, *(tied if "weight" in encoded.parts else ()))
-                for part, tensor in encoded.parts.items()
-                if part != "weight"
-            }
-            if "weight" in encoded.parts:
-                parts[weight_name] = encoded.parts["weight"]
+        # Those of experts have their whole names.
+        parts = encoded.parts if matrices else encoded.named(name, spec.kind, tied)
         if form == "mxfp4":
             parts = {
                 name + mxfp4.ENDINGS[part]: tensor
