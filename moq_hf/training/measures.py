@@ -31,8 +31,6 @@ from .samples import CHUNK, Batch, rows_of
 
 logger = logging.getLogger(__name__)
 
-# The cost of each block at each number of bits: block name to bits to cost.
-Costs = dict[str, dict[int, float]]
 # The scalar mean loss of a model over a batch, given as the keyword arguments of its
 # forward pass.
 ModelLoss = Callable[[nn.Module, Batch], Tensor]
@@ -172,7 +170,7 @@ class Divergence(_Measure):
 
     def costs(
         self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]
-    ) -> Costs:
+    ) -> dict[str, dict[int, float]]:
         """The divergence of each block at each of some bits, with all others as they are; the same in all ranks.
 
         Args:
@@ -239,7 +237,7 @@ class Eigenvalue(_Measure):
 
     def costs(
         self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]
-    ) -> Costs:
+    ) -> dict[str, dict[int, float]]:
         """The second-order costs, for the worst direction of a block's change by rounding.
 
         A cost is half the block's eigenvalue times the squared length of that change.
@@ -250,7 +248,7 @@ class Eigenvalue(_Measure):
         values = self.scores(batches)
         largest = max(filter(math.isfinite, values.values()), default=math.nan)
         layers = self._quantized_layers()
-        costs: Costs = {}
+        costs: dict[str, dict[int, float]] = {}
         for name, choices in levels.items():
             value = values[name] if math.isfinite(values[name]) else largest
             costs[name] = {}
@@ -306,8 +304,7 @@ class Eigenvalue(_Measure):
             return self.loss(self.model, batch) * weight
 
 
-Measure = Divergence | Eigenvalue
-MEASURES: dict[str, type[Measure]] = {
+MEASURES: dict[str, type[Divergence | Eigenvalue]] = {
     "divergence": Divergence,
     "eigenvalue": Eigenvalue,
 }
@@ -318,7 +315,7 @@ def divergences(
     batches: Sequence[Batch],
     layers: Mapping[str, Sequence[QuantLayer]],
     levels: Mapping[str, Sequence[int]],
-) -> Costs:
+) -> dict[str, dict[int, float]]:
     """The divergence of each block at each of some bits, at least 0; NaN or Inf where the logits are.
 
     Args:
@@ -331,7 +328,7 @@ def divergences(
         MoQError: The model's output has no logits.
     """
     counts = [rows_of(batch) for batch in batches]
-    costs: Costs = {}
+    costs: dict[str, dict[int, float]] = {}
     with torch.no_grad():
         references = [
             _reference(model, batch, KEPT_LOGITS // len(batches)) for batch in batches
@@ -368,7 +365,7 @@ def logits_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return logits
 
 
-def finite_costs(costs: Costs) -> Costs:
+def finite_costs(costs: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
     """Replace costs that are not finite by the largest finite one, 1 if there is none.
 
     >>> finite_costs({"a": {2: math.inf, 4: 0.5}, "b": {2: 2.0, 4: 0.0}})
