@@ -8,7 +8,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -111,11 +111,11 @@ class Export:
     activation_bits: int
     checkpoint_metrics: Mapping[str, float]
     bytes: dict[str, int]
-    files: dict[str, str] = field(default_factory=dict)
-    layers: dict[str, Mapping[str, str]] = field(default_factory=dict)
-    proofs: dict[str, Comparison] = field(default_factory=dict)
-    activations: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str]
+    layers: dict[str, Mapping[str, str]]
+    proofs: dict[str, Comparison]
+    activations: dict[str, str]
+    left_out: dict[str, str]
 
     def table(self) -> str:
         """A line per flavor, for a terminal."""
@@ -143,11 +143,9 @@ class Export:
                 "largest difference",
                 "agreement",
                 *metrics,
-            ]
+            ],
+            ["checkpoint", *[""] * 5, *(f"{value:.4f}" for value in metrics.values())],
         ]
-        rows.append(
-            ["checkpoint", *[""] * 5, *(f"{value:.4f}" for value in metrics.values())]
-        )
         for flavor, proof in self.proofs.items():
             size = self.bytes[flavor]
             share = size / self.bytes["float checkpoint"]
@@ -256,6 +254,11 @@ def export_onnx(
         activation_bits=grid.bits,
         checkpoint_metrics=reference.metrics,
         bytes={"float checkpoint": checkpoint.verified.float_bytes},
+        files={},
+        layers={},
+        proofs={},
+        activations={},
+        left_out={},
     )
     grids: dict[Flavor, InputGrid] = {
         "int8": grid,
