@@ -129,7 +129,7 @@ def _read(kind: type[C], values: Mapping[str, Any], is_deepspeed: bool) -> C:
 
 def _block_of(
     document: Any, where: str, faults: list[str]
-) -> tuple[Mapping[str, Any], Mapping[Any, Any]]:
+) -> tuple[Mapping[str, Any], list[Any]]:
     """Find moq_hf's keys in a document, and the sections around them; `faults` takes what is wrong.
 
     Raises:
@@ -151,8 +151,7 @@ def _block_of(
             for name in document
             if name in _places()
         ]
-        others = {name: part for name, part in document.items() if name not in ours}
-        return block, others
+        return block, [name for name in document if name not in ours]
     if any(name in DEEPSPEED_KEYS for name in document):
         raise MoQConfigError(
             f"{where}: a DeepSpeed config without the section quantize_training, so there is nothing to quantize"
@@ -163,7 +162,7 @@ def _block_of(
             )
             + '; add "quantize_training": {"quantize_bits": {"start_bits": 12, "target_bits": 8}, ...}'
         )
-    return document, {}
+    return document, []
 
 
 @functools.cache
@@ -311,9 +310,8 @@ def _in_keywords(text: str) -> str:
 # ---- what is wrong, in words
 
 
-def _in_one_text(where: str, wrong: Iterable[str]) -> str:
+def _in_one_text(where: str, faults: Sequence[str]) -> str:
     """Say in one text what is wrong with a file, a mapping or the arguments of a class."""
-    faults = list(wrong)
     if len(faults) == 1:
         return f"{where}: {faults[0]}"
     lines = [

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 PAGE = "moq_report.html"
 # Of the axis of a metric from 0 to 1.
 _LEAST_HEIGHT = 0.05
-_OF_PHASE = re.compile("float_eval_")
 # Steps and values.
 Series = tuple[list[int], list[float]]
 
@@ -153,7 +152,11 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
             f"{directory} is not a run with MoQ: its trainer_state.json has no bits"
         )
     # A run that is float first logs the evaluation of its float model.
-    phases = [line["step"] for line in log if any(map(_OF_PHASE.match, line))]
+    phases = [
+        line["step"]
+        for line in log
+        if any(name.startswith("float_eval_") for name in line)
+    ]
     return Run(
         directory,
         MoQConfig.from_dict(saved["config"]),

@@ -360,7 +360,7 @@ class MoQController:
         self.history = [Switch(*switch) for switch in state["history"]]
         self.choice = None if self.config.budget is None else choice_in(state)
         self._write_bits(self.blocks, state["ratios"])
-        load_ranges(inputs_of(self.layers), state.get("input_ranges", {}))
+        load_ranges(inputs_of(self.layers), state["input_ranges"])
         # Before the offset a changed config may have grouped the layers into other blocks.
         if self.sensitivity is not None and (self.has_begun or not changed):
             # With other limits the number of examples is found again.

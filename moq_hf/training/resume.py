@@ -26,45 +26,39 @@ STATE_VERSION = 3
 _LONGEST = 2**128
 
 # Keys that change no result.
-_HARMLESS = frozenset(
-    {
-        "quantize_verbose",
-        "quantizer_kernel",
-        "quantize_schedule.allow_unreached",
-        "eigenvalue.verbose",
-        "prove",
-        "serve",
-    }
-)
+_HARMLESS = {
+    "quantize_verbose",
+    "quantizer_kernel",
+    "quantize_schedule.allow_unreached",
+    "eigenvalue.verbose",
+    "prove",
+    "serve",
+}
 # Keys whose change takes effect from now on: at the next search for ratios, random
 # number, measurement or loss.
-_FROM_NOW_ON = frozenset(
-    {
-        "quantize_algo.scale_refresh",
-        "quantize_algo.gptq",
-        "seed",
-        "eigenvalue.max_iter",
-        "eigenvalue.tol",
-        "eigenvalue.stability",
-        "eigenvalue.gas_boundary_resolution",
-        "eigenvalue.method",
-        "eigenvalue.max_overhead",
-        "eigenvalue.num_samples",
-        "sensitivity.measure",
-        *(f"distillation.{field.name}" for field in fields(DistillationConfig)),
-    }
-)
+_FROM_NOW_ON = {
+    "quantize_algo.scale_refresh",
+    "quantize_algo.gptq",
+    "seed",
+    "eigenvalue.max_iter",
+    "eigenvalue.tol",
+    "eigenvalue.stability",
+    "eigenvalue.gas_boundary_resolution",
+    "eigenvalue.method",
+    "eigenvalue.max_overhead",
+    "eigenvalue.num_samples",
+    "sensitivity.measure",
+    *(f"distillation.{field.name}" for field in fields(DistillationConfig)),
+}
 # Keys that may change if the steps already taken would be the same.
 TARGET = "quantize_bits.target_bits"
-SCHEDULE_KEYS = frozenset(
-    {
-        "quantize_bits.start_bits",
-        TARGET,
-        "quantize_schedule.quantize_period",
-        "quantize_schedule.schedule_offset",
-        "quantize_schedule.deadline",
-    }
-)
+SCHEDULE_KEYS = {
+    "quantize_bits.start_bits",
+    TARGET,
+    "quantize_schedule.quantize_period",
+    "quantize_schedule.schedule_offset",
+    "quantize_schedule.deadline",
+}
 
 
 # Types and ranges of the values in `MoQController.state_dict`.
