@@ -3,14 +3,13 @@
 import re
 import shutil
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from huggingface_hub import ModelCard
 
 from ..errors import MoQError, require
 from .onnx_layers import Flavor, Target, target_here
 
-Names = Literal["own", "hub"]
 # Of the second file of a large model; transformers.js, optimum and
 # text-embeddings-inference know it.
 DATA_SUFFIX = "_data"
@@ -35,7 +34,7 @@ class NamedFile(NamedTuple):
 _OPENVINO = 'Sentence Transformers with backend="openvino"'
 # By the name that the report has for a file: its flavor, and what tells two of a flavor
 # apart.
-NAMED: dict[Names, dict[str, NamedFile]] = {
+NAMED: dict[str, dict[str, NamedFile]] = {
     "own": {
         "float": NamedFile("float", "model_float.onnx"),
         "weight-only": NamedFile("weight-only", "model.onnx"),

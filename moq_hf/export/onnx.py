@@ -35,7 +35,6 @@ from .compare import (
 from .file_names import (
     DATA_SUFFIX,
     NAMED,
-    Names,
     check_possible,
     write_beside,
 )
@@ -179,7 +178,7 @@ def export_onnx(
     out: str | os.PathLike[str],
     *,
     flavors: Sequence[Flavor] | None = None,
-    names: Names = "own",
+    names: Literal["own", "hub"] = "own",
     activation_bits: int | None = None,
     activation_scale: InputScale | None = None,
     cpu: Target | Literal["auto"] = "auto",

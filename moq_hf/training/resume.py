@@ -64,11 +64,8 @@ SCHEDULE_KEYS = {
 # Types and ranges of the values in `MoQController.state_dict`.
 SavedBits = Annotated[int, Field(strict=True, ge=1, le=FLOAT_BITS)]
 Period = Annotated[int, Field(strict=True, ge=1, le=_LONGEST)]
-Factor = Annotated[int, Field(strict=True, ge=1, le=MAX_FACTOR)]
 Unit = Annotated[float, Field(strict=True, ge=0, le=1)]
 Range = Annotated[float, Field(strict=True, ge=0, le=LARGEST_RANGE)]
-# An eigenvalue may be infinite, and one that is not a number is null.
-Eigenvalue = Annotated[float, Field(strict=True, ge=0)]
 
 
 class SavedSchedule(TypedDict):
@@ -83,7 +80,8 @@ class SavedSchedule(TypedDict):
 class SavedSensitivity(TypedDict):
     """What was measured, and what measuring cost."""
 
-    eigenvalues: dict[str, Eigenvalue | None]
+    # One may be infinite, and one that is not a number is null.
+    eigenvalues: dict[str, Annotated[float, Field(strict=True, ge=0)] | None]
     spent: Weight
     products: Weight
     rows: Count
@@ -97,7 +95,17 @@ class SavedState(TypedDict):
     ratios: dict[str, str]
     input_ranges: dict[str, Range]
     float_size_mb: FiniteFloat
-    history: list[tuple[Count, str, SavedBits, SavedBits, Period, Factor, Unit | None]]
+    history: list[
+        tuple[
+            Count,
+            str,
+            SavedBits,
+            SavedBits,
+            Period,
+            Annotated[int, Field(strict=True, ge=1, le=MAX_FACTOR)],
+            Unit | None,
+        ]
+    ]
     sensitivity: SavedSensitivity | None
     choice: Choice | None
     handed_dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")] | None
