@@ -729,7 +729,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         # Shards answer in all processes, or in none.
         if not args.should_save and not any(map(is_apart, model.parameters())):
             return None
-        return ReferenceOutputs(model, self._kept, _dtype(args))
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        return ReferenceOutputs(model, self._kept, dtype)
 
     def observe(self, inputs: Mapping[str, Any]) -> None:
         """Keep a training micro-batch, as `loss` takes it, if sensitivity will be measured on it."""
@@ -831,7 +832,3 @@ def _is_compiled(
     if args.torch_compile or uncompiled(model) is not model:
         return True
     return any(is_compiled_in_place(part) for _, part in controller.inventory.named)
-
-
-def _dtype(args: TrainingArguments) -> torch.dtype | None:
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None

@@ -78,10 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """`moq-hf plan`: the schedule of a run, ahead of time."""
-    add = parser.add_argument
-    add("config", metavar="CONFIG", help="a preset's name or a JSON file")
-    add("--max_steps", type=_positive, required=True, help="optimizer steps of the run")
-    add(
+    parser.add_argument(
+        "config", metavar="CONFIG", help="a preset's name or a JSON file"
+    )
+    parser.add_argument(
+        "--max_steps", type=_positive, required=True, help="optimizer steps of the run"
+    )
+    parser.add_argument(
         "--model",
         help="folder or Hub id of the model: what is quantized, the size of the result, and the memory of the run",
     )
@@ -101,10 +104,15 @@ def _plan(config: str, max_steps: int, model: str | None = None) -> None:
 
 def add_migrate(parser: argparse.ArgumentParser) -> None:
     """`moq-hf migrate DS.JSON`: a DeepSpeed config turned into one of moq_hf."""
-    add = parser.add_argument
-    add("config", metavar="DS.JSON", help="a DeepSpeed config, or its section alone")
-    add("--max_steps", type=_positive, required=True, help="optimizer steps of the run")
-    add("--out", metavar="FILE", help="the file to write; default: print it")
+    parser.add_argument(
+        "config", metavar="DS.JSON", help="a DeepSpeed config, or its section alone"
+    )
+    parser.add_argument(
+        "--max_steps", type=_positive, required=True, help="optimizer steps of the run"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="the file to write; default: print it"
+    )
 
 
 def _migrate(config: str, max_steps: int, out: str | None = None) -> None:
@@ -125,13 +133,12 @@ def _migrate(config: str, max_steps: int, out: str | None = None) -> None:
 
 def add_report(parser: argparse.ArgumentParser) -> None:
     """`moq-hf report`: what a finished run did, as a page."""
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "directory",
         metavar="DIR",
         help="the run's output_dir, or one of its checkpoints",
     )
-    add("--out", help="folder to write to; default: the run's")
+    parser.add_argument("--out", help="folder to write to; default: the run's")
 
 
 def _report(directory: str, out: str | None = None) -> None:
@@ -142,14 +149,13 @@ def _report(directory: str, out: str | None = None) -> None:
 
 def add_pack(parser: argparse.ArgumentParser) -> None:
     """`moq-hf pack CHECKPOINT OUT`: the packed model of a run's checkpoint."""
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
         help="a folder checkpoint-N of a run with moq_hf",
     )
-    add("out", metavar="OUT", help="the folder to make")
-    add(
+    parser.add_argument("out", metavar="OUT", help="the folder to make")
+    parser.add_argument(
         "--layout",
         choices=("packed", "unpacked", "floats", "gemma", "mxfp4"),
         help="how the weights lie in the files; default: what loads; gemma: transformers' own 2, 4 and 8 bits, which "
