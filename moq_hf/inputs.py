@@ -74,7 +74,7 @@ def _in_blocks(x: Tensor, grid: InputGrid) -> Tensor:
     features = x.shape[-1]
     padded = F.pad(x, (0, -features % grid.block))
     blocks = padded.reshape(*x.shape[:-1], -1, grid.block)
-    most = (1 << grid.bits - 1) - 1
+    _, most = grid.limits()
     # Its reciprocal must be finite.
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=most * _TINY)
     codes = (blocks * (most / largest)).round_()

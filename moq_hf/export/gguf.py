@@ -579,10 +579,9 @@ class _Base:
 
 def _copied(reader: Any) -> dict[str, Any]:
     """Return the keys of a file that describe the model, which the export copies."""
-    fields = {
+    # An empty list cannot be written, and means the same as no list.
+    return {
         name: field
         for name, field in reader.fields.items()
-        if not name.startswith(_NOT_COPIED)
+        if not name.startswith(_NOT_COPIED) and field.contents() != []
     }
-    # An empty list cannot be written, and means the same as no list.
-    return {name: field for name, field in fields.items() if field.contents() != []}

@@ -317,16 +317,15 @@ class MoQController:
         """
         # Only the first of several processes saves, so this must not gather.
         check_finite(self.all_layers)
-        ratios = {name: layer.moq.ratio for name, layer in self.layers.items()}
         return {
             "version": STATE_VERSION,
             "moq_hf": __version__,
             "config": self.config.to_dict(),
             "schedule": self.schedule.state_dict(),
             "ratios": {
-                name: ratios_in_letters(ratio)
-                for name, ratio in ratios.items()
-                if ratio is not None
+                name: ratios_in_letters(layer.moq.ratio)
+                for name, layer in self.layers.items()
+                if layer.moq.ratio is not None
             },
             "input_ranges": ranges_of(inputs_of(self.layers)),
             "history": [list(switch) for switch in self.history],

@@ -290,10 +290,10 @@ def _blocks_of(
         config.eigenvalue.layer_name, config.eigenvalue.layer_num
     )
     layers = {
-        block: [layer for layer in inventory.scheduled if is_below(layer, block)]
+        block: below
         for block in blocks
+        if (below := [name for name in inventory.scheduled if is_below(name, block)])
     }
-    layers = {block: below for block, below in layers.items() if below}
     if not layers:
         raise MoQError(
             f"eigenvalue: no block has a quantized layer; the blocks are {', '.join(blocks)}"
