@@ -4,7 +4,7 @@
 - `write(values, spec)`: its codes, scales and zero points as the tensors of the files.
 - `read(stored)`: those tensors as codes, scales and zero points again.
 - `FORMAT`: what compressed-tensors calls the form; None for floats.
-- `WIDTH`: the bits that each code takes, or None if it takes its own.
+- `WIDTH`: the bits that each code takes, where it does not take its own.
 
 A packed checkpoint is an ordinary transformers folder in the format of
 compressed-tensors, written with that library, so that a process which never heard of

@@ -11,7 +11,6 @@ from ..weight_matrix import from_rows, to_rows
 from .stored import EncodedWeight, EncodeSpec, StoredWeight, per_weight
 
 FORMAT = None
-WIDTH = None
 
 
 def fits(spec: EncodeSpec) -> bool:

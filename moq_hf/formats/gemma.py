@@ -24,7 +24,6 @@ from .stored import (
 )
 
 FORMAT = "gemma"
-WIDTH = None
 
 LEGAL = (
     'is for nn.Linear and tables of 1 to 8 bits, symmetric, with no more than one scale for a row ("quantize_groups", '

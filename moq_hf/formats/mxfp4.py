@@ -13,7 +13,6 @@ from . import compressed, pack_quantized
 from .stored import EncodedWeight, EncodeSpec, StoredWeight
 
 FORMAT = "mxfp4"
-WIDTH = None
 # What the files call a parameter's tensors: its name, and this.
 ENDINGS = {"weight_packed": "_blocks", "weight_scale": "_scales"}
 # Nothing but experts has a place; vLLM looks for these names, which are OpenAI's.

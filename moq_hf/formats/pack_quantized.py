@@ -6,7 +6,6 @@ from . import compressed
 from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
 
 FORMAT = "pack-quantized"
-WIDTH = None
 # Bits of a word of packed codes.
 _WORD = 32
 

@@ -50,7 +50,8 @@ class _Weight(NamedTuple):
         form = mxfp4 if mxfp4.fits(spec) else FORMS[form_of(spec, "packed")]
         if form.FORMAT is None:
             return self.numbers * self.full
-        bits = width or form.WIDTH or spec.bits
+        own: int = getattr(form, "WIDTH", spec.bits)
+        bits = width or own
         of_scale = self.full if spec.format == "int" else 8
         return self.numbers * bits + self.scales * of_scale
 
