@@ -302,6 +302,10 @@ def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, 
 class _Contents:
     """The tensors of a packed checkpoint: each is read when it is asked for, and must be as it was saved.
 
+    Attributes:
+        layers: What the state says of each weight.
+        others: The names of the tensors that are no quantized weights.
+
     Raises:
         MoQError: The files hold other tensors than were saved, or the config is another
             one.
@@ -315,7 +319,6 @@ class _Contents:
     ) -> None:
         self.folder = folder
         self.layers = by_matrix(layers)
-        """What the state says of each weight."""
         self._digests: Mapping[str, str] = state["tensors"]
         self._groups = _groups_of(folder, state)
         self._places = tensors_in(folder)
@@ -347,7 +350,6 @@ class _Contents:
             tied = (weights.get(renamed.get(other, other), {}) for other in layer.tied)
             taken.update(*(parts.values() for parts in tied))
         self.others = [name for name in self._places if name not in taken]
-        """The names of the tensors that are no quantized weights."""
 
     def tensor(self, name: str) -> Tensor:
         """One tensor.
