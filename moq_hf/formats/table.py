@@ -9,6 +9,7 @@ from .stored import EncodeSpec, Form
 Layout = Literal["packed", "unpacked", "floats", "gemma", "mxfp4"]
 
 
+# Each form by the name that `moq_state.json` has for it.
 FORMS: dict[Form, ModuleType] = {
     "packed": pack_quantized,
     "int8": int_quantized,
@@ -16,8 +17,15 @@ FORMS: dict[Form, ModuleType] = {
     "gemma": gemma,
     "mxfp4": mxfp4,
 }
-"""Each form by the name that `moq_state.json` has for it."""
 
+# The forms that may stand in one folder. "packed" is what servers take: the modules hold packed weights after
+# loading, and the model's first forward pass unpacks them. It does not fit models whose `_init_weights` reaches into
+# other weights (T5), nor those whose parts are called by themselves (the encoder by `generate` of BART, the towers of
+# CLIP). Nor can transformers load packed zero points so, which is how servers take asymmetric grids. These models are
+# "unpacked": unpacked while loading (`dequantize`), which knows one scheme for all layers, with as many bits as the
+# largest layer has. Where neither computes what the model did, the layout is "floats": ordinary weights on their
+# grid. "gemma" is written where it is asked for alone: plain transformers keeps such weights packed, and no server
+# takes them. "mxfp4" is of GPT-OSS whose experts are all in MXFP4.
 LAYOUTS: dict[Layout, tuple[Form, ...]] = {
     "packed": ("packed", "int8", "dense"),
     "unpacked": ("packed", "dense"),
@@ -25,17 +33,10 @@ LAYOUTS: dict[Layout, tuple[Form, ...]] = {
     "gemma": ("gemma", "dense"),
     "mxfp4": ("mxfp4", "dense"),
 }
-"""The forms that may stand in one folder.
 
-"packed" is what servers take: the modules hold packed weights after loading, and the model's first forward pass unpacks
-them. It does not fit models whose `_init_weights` reaches into other weights (T5), nor those whose parts are called by
-themselves (the encoder by `generate` of BART, the towers of CLIP). Nor can transformers load packed zero points so,
-which is how servers take asymmetric grids. These models are "unpacked": unpacked while loading (`dequantize`), which
-knows one scheme for all layers, with as many bits as the largest layer has. Where neither computes what the model did,
-the layout is "floats": ordinary weights on their grid. "gemma" is written where it is asked for alone: plain
-transformers keeps such weights packed, and no server takes them. "mxfp4" is of GPT-OSS whose experts are all in MXFP4.
-"""
-
+# The least versions that load every folder of a layout as it was evaluated. They were tried, with the versions before
+# them (`benchmarks/versions.py`); "gemma" and "mxfp4" with 5.23.0 alone. Older ones load some models all the same,
+# and end with an error on others.
 NEEDS: dict[Layout, dict[str, str]] = {
     "packed": {"transformers": "5.15.0", "compressed-tensors": "0.18.0"},
     "unpacked": {"transformers": "5.23.0", "compressed-tensors": "0.18.0"},
@@ -43,14 +44,9 @@ NEEDS: dict[Layout, dict[str, str]] = {
     "gemma": {"transformers": "5.23.0"},
     "mxfp4": {"transformers": "5.23.0"},
 }
-"""The least versions that load every folder of a layout as it was evaluated.
 
-They were tried, with the versions before them (`benchmarks/versions.py`); "gemma" and "mxfp4" with 5.23.0 alone. Older
-ones load some models all the same, and end with an error on others.
-"""
-
+# The same of folders whose codes are floats: no others were tried.
 FP4_NEEDS = {"transformers": "5.23.0", "compressed-tensors": "0.20.0"}
-"""The same of folders whose codes are floats: no others were tried."""
 
 
 def form_of(spec: EncodeSpec, layout: Layout) -> Form:
