@@ -686,10 +686,11 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Say what has become of the run."""
         text = "moq_hf:"
         if controller.has_arrived and self.plan is not None:
-            last = [
-                switch for block in self.plan.blocks for switch in block.switches[-1:]
-            ]
-            planned = [switch.step for switch in last] or [0]
+            planned = [
+                switch.step
+                for block in self.plan.blocks
+                for switch in block.switches[-1:]
+            ] or [0]
             text += f" {messages.arrival(self.bits, controller.history, planned)}"
         if state.best_global_step:
             text += f" Best checkpoint: step {state.best_global_step:,}."

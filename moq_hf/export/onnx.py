@@ -585,12 +585,10 @@ def write_model(prepared: Prepared, example: Mapping[str, Tensor], path: Path) -
 
     with torch.no_grad(), quiet():
         few = {
-            name: tensor[:2] if tensor.dim() > 2 else tensor[:2, :16]
+            name: (tensor[:2] if tensor.dim() > 2 else tensor[:2, :16]).contiguous()
             for name, tensor in example.items()
         }
-        exported = _traced(
-            prepared.model, {name: tensor.contiguous() for name, tensor in few.items()}
-        )
+        exported = _traced(prepared.model, few)
         _pack(exported, prepared)
         _optimize(exported)
         # The float flavor is left as PyTorch exports it.

@@ -196,8 +196,11 @@ def _made(saved: Verification) -> str:
     )
     widths = sorted({layer.bits for layer in layers})
     bits = ["float" if width == FLOAT_BITS else str(width) for width in widths]
-    formats = {layer.format for layer in layers if has_codes(layer.stored)}
-    codes = {"integers" if format == "int" else format.upper() for format in formats}
+    codes = {
+        "integers" if layer.format == "int" else layer.format.upper()
+        for layer in layers
+        if has_codes(layer.stored)
+    }
     stored = f"packed {' and '.join(sorted(codes))} in the format `{_format(saved)}`"
     if not all(has_codes(layer.stored) for layer in layers):
         stored += ", or floats on their grid; see the table"

@@ -305,15 +305,15 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
             rounded=rounded if layer.kind == "linear" and not layer.tied else None,
             format=layer.format,
         )
-    floats = [
-        name
+    floats = {
+        name.removesuffix(".weight")
         for name in state["tensors"]
         if name.endswith(".weight") or serving.WHOLE_EXPERTS.search(name)
-    ]
+    }
     model = serving.Description(
         architecture=classes[0] if classes else "",
         weights=weights,
-        floats={name.removesuffix(".weight") for name in floats} - weights.keys(),
+        floats=floats - weights.keys(),
         is_encoder_decoder=config.get("is_encoder_decoder") is True,
         unserved=unserved,
         layout=state["layout"],
