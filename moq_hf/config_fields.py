@@ -30,7 +30,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from .errors import show, show_key
+from .errors import either, show, show_key
 from .grid import (
     FP4,
     FP4_BITS,
@@ -277,13 +277,12 @@ class BitBudget:
 
     def in_words(self) -> str:
         """The choices and the budget, for messages."""
-        words = [str(bits) for bits in self.choices]
         limit = (
             f"{self.file_mb:g} MB in the file"
             if self.mean is None
             else f"{self.mean:g} in the mean"
         )
-        return f"{', '.join(words[:-1])} or {words[-1]} bits, {limit}"
+        return f"{either(self.choices)} bits, {limit}"
 
 
 @checked

@@ -79,6 +79,18 @@ def listed(keys: Sequence[str], most: int = MOST_FAULTS) -> str:
     return ", ".join(map(show_key, keys[:most])) + more
 
 
+def either(values: Iterable[Any]) -> str:
+    """Join values, in order and each once.
+
+    >>> either([8, 4, 2, 4])
+    '2, 4 or 8'
+    """
+    words = list(map(str, sorted(set(values))))
+    if len(words) > 1:
+        words = [", ".join(words[:-1]), words[-1]]
+    return " or ".join(words)
+
+
 def shortened(names: Iterable[str], most: int = 3) -> str:
     """Names of layers, with numbers of blocks left out where they differ in nothing else, and `most` of them.
 

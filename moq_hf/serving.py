@@ -7,12 +7,12 @@ model, which is made of its inventory before training and of a folder's files af
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
 from .config import MoQConfig
-from .errors import MoQError, shortened
+from .errors import MoQError, either, shortened
 from .formats.stored import EncodeSpec
 from .formats.table import form_of, has_codes
 from .grid import Format
@@ -461,17 +461,17 @@ def _misfits(
     formats = {name: weight.format for name, weight in codes.items()}
     others = {name: f for name, f in formats.items() if f not in server.formats}
     instead = 'quantize_format "int" is served'
-    yield others, f"it does not take {_or(others.values())}", instead
+    yield others, f"it does not take {either(others.values())}", instead
     for symmetric, legal in ((True, server.symmetric), (False, server.asymmetric)):
         bits = {
             name: weight.bits
             for name, weight in codes.items()
             if weight.symmetric == symmetric and weight.bits not in legal
         }
-        taken = f"{_or(legal)} bits" + ("" if symmetric else " with zero points")
+        taken = f"{either(legal)} bits" + ("" if symmetric else " with zero points")
         yield (
             bits,
-            f"its kernels take {taken}, not {_or(bits.values())}",
+            f"its kernels take {taken}, not {either(bits.values())}",
             f"{taken} are served",
         )
     sizes = {
@@ -484,9 +484,9 @@ def _misfits(
         for name, size in sizes.items()
         if size % server.multiple or size not in (server.groups or [size])
     }
-    groups = _or(server.groups) or f"a multiple of {server.multiple}"
+    groups = either(server.groups) or f"a multiple of {server.multiple}"
     instead = f"quantize_group_size {groups}, or per channel, is served"
-    yield unfit, f"its groups are {groups}, not {_or(unfit.values())}", instead
+    yield unfit, f"its groups are {groups}, not {either(unfit.values())}", instead
     columns = {name: weight.columns for name, weight in codes.items()}
     rows = {name: weight.rows for name, weight in codes.items()}
     # llama.cpp's blocks of NVFP4 are of four groups.
@@ -496,9 +496,7 @@ def _misfits(
         ("rows (out_features)", server.rows, rows),
     ):
         odd = {name: count for name, count in counts.items() if count % multiple}
-        text = (
-            f"its kernels take a multiple of {multiple} {what}, not {_or(odd.values())}"
-        )
+        text = f"its kernels take a multiple of {multiple} {what}, not {either(odd.values())}"
         yield odd, text, "name these in modules_to_not_convert"
 
 
@@ -512,13 +510,6 @@ def _unlike_siblings(grids: Mapping[str, str]) -> dict[str, list[str]]:
             what = "all experts of a block" if what == "experts" else what
             unlike.setdefault(f"{what} ({' and '.join(different)})", []).extend(names)
     return unlike
-
-
-def _or(values: Collection[Any]) -> str:
-    words = list(map(str, sorted(set(values))))
-    if len(words) > 1:
-        words = [", ".join(words[:-1]), words[-1]]
-    return " or ".join(words)
 
 
 # ---- before training
