@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import psutil
 import torch
@@ -85,6 +85,11 @@ class Proof:
             f"Verified: loaded with plain transformers, the saved model gives {outputs} "
             f"({', '.join(counted)})"
         )
+
+
+def has_failed(proof: Proof | None) -> TypeGuard[Proof]:
+    """Whether a folder was compared and does not compute what the model did."""
+    return proof is not None and proof.agrees is False
 
 
 class ReferenceOutputs:

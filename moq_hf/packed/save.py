@@ -50,7 +50,7 @@ from .files import (
     staged,
     tensors_in,
 )
-from .load_check import Proof, ReferenceOutputs, quiet
+from .load_check import Proof, ReferenceOutputs, has_failed, quiet
 from .state import (
     STATE_NAME,
     clean_metrics,
@@ -686,7 +686,7 @@ def _warn(
             MAX_PACKED_BITS,
             ", ".join(floats),
         )
-    if proof is not None and proof.agrees is False:
+    if has_failed(proof):
         logger.warning(
             "moq_hf: %s: what is written does not compute what was evaluated: %s",
             target,

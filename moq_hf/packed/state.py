@@ -27,7 +27,7 @@ from ..training.controller import MoQController
 from ..training.resume import Range, SavedBits, Unit
 from ..version import __version__
 from .files import CONFIG, read_document
-from .load_check import Proof
+from .load_check import Proof, has_failed
 
 STATE_NAME = "moq_state.json"
 # Format 1 was 0.1.0's and is not read.
@@ -283,7 +283,7 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
         "architectures",
     )
     proof = proof_in(state)
-    unserved = proof.reason if proof is not None and proof.agrees is False else None
+    unserved = proof.reason if has_failed(proof) else None
     if state.get("by_hand") and (proof is None or not proof.agrees):
         unserved = "no save_pretrained wrote it; load_state_dict takes its weights"
     trained = MoQConfig.from_dict(state["config"])

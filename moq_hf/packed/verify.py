@@ -46,7 +46,7 @@ from .files import (
     size_of,
     tensors_in,
 )
-from .load_check import Proof, ReferenceOutputs
+from .load_check import Proof, ReferenceOutputs, has_failed
 from .state import proof_in, read_layers
 
 # What the layout "gemma" calls the tensors of a table.
@@ -78,8 +78,7 @@ class Verification:
     @property
     def loads_by_hand(self) -> bool:
         """Whether `from_pretrained` does not make the model that was evaluated."""
-        fails = self.proof is not None and self.proof.agrees is False
-        return fails or bool(self.state.get("by_hand"))
+        return has_failed(self.proof) or bool(self.state.get("by_hand"))
 
     def __str__(self) -> str:
         return self.table()
@@ -122,7 +121,7 @@ class Verification:
             form = "Floats on the grid, not packed. "
         if self.state["by_hand"]:
             proof = "Not verified: load_state_dict alone loads it"
-        elif self.proof is not None and self.proof.agrees is False:
+        elif has_failed(self.proof):
             proof = "NOT what was evaluated, as the warning above says"
         before = megabytes(self.float_bytes).removesuffix(" MB")
         return f"{form}{proof}. {megabytes(self.file_bytes)}, float {before}."

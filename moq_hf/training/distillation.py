@@ -64,7 +64,6 @@ PARTS = {
 }
 # What the log calls the part `labels`.
 TASK = "task"
-_NOTHING = dict.fromkeys(PARTS, 0.0)
 
 
 def load_teacher(
@@ -200,7 +199,7 @@ class MoQDistillation(nn.Module):
                 "distillation: the model is quantized already: give a float teacher"
             )
         weights = weights or {"similarity": 1.0, "embedding": 1.0}
-        given: dict[str, Any] = _NOTHING | weights
+        given: dict[str, Any] = dict.fromkeys(PARTS, 0.0) | weights
         self.config = DistillationConfig(**given)
         if teacher is not None:
             _check_teacher(model, teacher, self.config, ("vocab_size",))
