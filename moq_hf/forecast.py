@@ -170,8 +170,11 @@ def plan(
         planned.append(
             BlockPlan(name, case.eigenvalue, tuple(switches[name]), end, case.bits)
         )
-    unreached = [block for block in planned if block.target_step > total_steps]
-    unreached.sort(key=lambda block: block.target_step, reverse=True)
+    unreached = sorted(
+        (block for block in planned if block.target_step > total_steps),
+        key=lambda block: block.target_step,
+        reverse=True,
+    )
     # How late the others will be is not known before it is measured.
     sure = [block for block in unreached if not block.eigenvalue]
     if sure and not config.allow_unreached:

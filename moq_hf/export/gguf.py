@@ -78,7 +78,6 @@ _SIZE = 32
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int16)
 # What holds its scales.
 _FP4_SCALES = {"MXFP4": torch.float8_e8m0fnu, "NVFP4": torch.float8_e4m3fn}
-_HINT = "make the base of this checkpoint (moq-hf export DIR --to float)"
 
 
 @dataclass(frozen=True)
@@ -470,7 +469,7 @@ class _Base:
                 return blocks_of(Quantized(*ordered), layer, name)
         raise MoQError(
             f"the base {self._path} is of another model, or of other weights: {place} is not {name} in any order of "
-            f"rows that llama.cpp knows; {_HINT}"
+            "rows that llama.cpp knows; make the base of this checkpoint (moq-hf export DIR --to float)"
         )
 
     def _orders(self, rows: int) -> Iterator[NDArray[np.int64]]:

@@ -654,9 +654,8 @@ def _publish(staging: Path, target: Path) -> None:
     with contextlib.suppress(MoQError):
         stale.update(read_layers(target)[0].get("files", ()))
     for path in list(target.iterdir()):
-        if path.name not in stale and not WEIGHTS.fullmatch(path.name):
-            continue
-        remove(path)
+        if path.name in stale or WEIGHTS.fullmatch(path.name):
+            remove(path)
     card = target / _CARD
     if card.exists() and _MARK in card.read_bytes():
         card.unlink()
