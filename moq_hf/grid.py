@@ -29,6 +29,8 @@ InputScale = Literal["per_token", "per_tensor", "per_block", "static"]
 # The most inputs that share a scale per block, and the least of ONNX Runtime's kernels.
 INPUT_BLOCK = 128
 LEAST_INPUT_BLOCK = 32
+# A size of a linear layer.
+Axis = Literal["out_features", "in_features"]
 
 
 class Fp4(NamedTuple):
@@ -74,7 +76,7 @@ class RowBlocks:
     row_size: ClassVar[int | None] = None
 
     @property
-    def divides(self) -> tuple[str, int]:
+    def divides(self) -> tuple[Axis, int]:
         """Which size of a layer must be a multiple of what."""
         return "out_features", self.count
 
@@ -124,7 +126,7 @@ class PerGroup:
         return self.size
 
     @property
-    def divides(self) -> tuple[str, int]:
+    def divides(self) -> tuple[Axis, int]:
         """Which size of a layer must be a multiple of what."""
         return "in_features", self.size
 

@@ -32,6 +32,8 @@ from .onnx_layers import Flavor, target_here
 MAX_LOSS = 0.01
 # Forward passes that are timed, after one that is not.
 _REPEATS = 20
+# Runs a model on a batch and gives its first output.
+Model = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -161,12 +163,7 @@ def benchmark(
         inputs["input_ids"] = torch.arange(batch * sequence).view(batch, sequence) % 10
     engines: dict[str, Measured] = {}
 
-    def measure(
-        name: str,
-        size: int,
-        command: str,
-        run: Callable[[Mapping[str, Tensor]], Tensor],
-    ) -> None:
+    def measure(name: str, size: int, command: str, run: Model) -> None:
         run(inputs)
         times = timeit.repeat(lambda: run(inputs), number=1, repeat=_REPEATS)
         answers = [run(batch) for batch in reference.batches]
@@ -180,7 +177,7 @@ def benchmark(
         measure("PyTorch", size, "", lambda batch: model(**batch)[0])
     missing: dict[str, str] = {}
     flavors: list[Flavor] = ["weight-only", "int8", "nbits"]
-    loaders = {"ONNX Runtime": onnx_runtime}
+    loaders: dict[str, Callable[[Path, int], Model]] = {"ONNX Runtime": onnx_runtime}
     try:
         require("openvino", "openvino")
         loaders["OpenVINO"] = openvino_runtime

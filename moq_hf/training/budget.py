@@ -20,6 +20,7 @@ from ..config_fields import Count, Flag, PackedBits, Positive, Weight
 from ..errors import MoQError
 from ..model.sizes import FileSize
 from ..text import table
+from .measures import Costs
 
 # Relative cost difference below which the larger choice wins.
 _TIE = 1e-9
@@ -146,9 +147,7 @@ class Chooser:
         if file is not None:
             self._check_file(file)
 
-    def cheapest_choice(
-        self, costs: Mapping[str, Mapping[int, float]], step: int
-    ) -> Choice:
+    def cheapest_choice(self, costs: Costs, step: int) -> Choice:
         """The bits of each block that cost the least within the budget.
 
         Args:

@@ -31,6 +31,8 @@ from .samples import CHUNK, Batch, rows_of
 
 logger = logging.getLogger(__name__)
 
+# The cost of each block at each number of bits: block name to bits to cost.
+Costs = dict[str, dict[int, float]]
 # The scalar mean loss of a model over a batch, given as the keyword arguments of its
 # forward pass.
 ModelLoss = Callable[[nn.Module, Batch], Tensor]
@@ -170,7 +172,7 @@ class Divergence(_Measure):
 
     def costs(
         self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]
-    ) -> dict[str, dict[int, float]]:
+    ) -> Costs:
         """The divergence of each block at each of some bits, with all others as they are; the same in all ranks.
 
         Args:
@@ -237,7 +239,7 @@ class Eigenvalue(_Measure):
 
     def costs(
         self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]
-    ) -> dict[str, dict[int, float]]:
+    ) -> Costs:
         """The second-order costs, for the worst direction of a block's change by rounding.
 
         A cost is half the block's eigenvalue times the squared length of that change.
@@ -248,7 +250,7 @@ class Eigenvalue(_Measure):
         values = self.scores(batches)
         largest = max(filter(math.isfinite, values.values()), default=math.nan)
         layers = self._quantized_layers()
-        costs: dict[str, dict[int, float]] = {}
+        costs: Costs = {}
         for name, choices in levels.items():
             value = values[name] if math.isfinite(values[name]) else largest
             costs[name] = {}
@@ -304,7 +306,8 @@ class Eigenvalue(_Measure):
             return self.loss(self.model, batch) * weight
 
 
-MEASURES: dict[str, type[Divergence | Eigenvalue]] = {
+Measure = Divergence | Eigenvalue
+MEASURES: dict[str, type[Measure]] = {
     "divergence": Divergence,
     "eigenvalue": Eigenvalue,
 }
@@ -315,7 +318,7 @@ def divergences(
     batches: Sequence[Batch],
     layers: Mapping[str, Sequence[QuantLayer]],
     levels: Mapping[str, Sequence[int]],
-) -> dict[str, dict[int, float]]:
+) -> Costs:
     """The divergence of each block at each of some bits, at least 0; NaN or Inf where the logits are.
 
     Args:
@@ -328,7 +331,7 @@ def divergences(
         MoQError: The model's output has no logits.
     """
     counts = [rows_of(batch) for batch in batches]
-    costs: dict[str, dict[int, float]] = {}
+    costs: Costs = {}
     with torch.no_grad():
         references = [
             _reference(model, batch, KEPT_LOGITS // len(batches)) for batch in batches
@@ -365,7 +368,7 @@ def logits_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return logits
 
 
-def finite_costs(costs: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
+def finite_costs(costs: Costs) -> Costs:
     """Replace costs that are not finite by the largest finite one, 1 if there is none.
 
     >>> finite_costs({"a": {2: math.inf, 4: 0.5}, "b": {2: 2.0, 4: 0.0}})

@@ -16,7 +16,7 @@ from ..model.selection import split_blocks
 from ..names import is_below
 from ..processes import largest_over_ranks, mean_over_ranks
 from ..schedule import PrecisionSchedule
-from .measures import MEASURES, finite_costs
+from .measures import MEASURES, Costs, finite_costs
 from .samples import Batch, Samples, part_of, rows_of, with_tensors
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Sensitivity:
     Attributes:
         blocks: Block name to its parameters.
         entries: The entries of lists of layers that the blocks are of, or parts of.
-        measure: What compares them, of `MEASURES`.
+        measure: The `Measure` that compares them.
         scores: Block name to the magnitude of its eigenvalue, or to its divergence at
             its next bits; empty before the first measurement.
         seconds: Time that measuring took, in this process.
@@ -177,7 +177,7 @@ class Sensitivity:
             words,
         )
 
-    def costs(self, choices: Sequence[int]) -> dict[str, dict[int, float]]:
+    def costs(self, choices: Sequence[int]) -> Costs:
         """What each block costs at each of some bits, with all others as they are now.
 
         It counts for the budget of time, with fewer examples where that is small.
