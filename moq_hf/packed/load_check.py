@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import psutil
 import torch
@@ -92,6 +92,13 @@ def has_failed(proof: Proof | None) -> TypeGuard[Proof]:
     return proof is not None and proof.agrees is False
 
 
+class _Outputs(NamedTuple):
+    """What a model answers, and the tokens that it generates, if it does."""
+
+    tensors: list[Tensor]
+    tokens: Tensor | None
+
+
 class ReferenceOutputs:
     """The outputs of a model in memory, to be compared with those of folders that hold it.
 
@@ -117,10 +124,9 @@ class ReferenceOutputs:
         self._autocast = autocast
         sizes = (len(tensor) for tensor in tensors_of(inputs) if tensor.dim())
         self.examples = next(sizes, 0)
-        # What it answers, and the tokens that it generates, if it does: with the inputs
-        # of layers rounded, where training does so, and without: not every folder can
-        # say how they are.
-        self._outputs: dict[bool, tuple[list[Tensor], Tensor | None]] = {}
+        # With the inputs of layers rounded, where training does so, and without: not
+        # every folder can say how they are.
+        self._outputs: dict[bool, _Outputs] = {}
         # Why there are no outputs.
         self.reason: str | None = None
         rounding = {
@@ -136,7 +142,7 @@ class ReferenceOutputs:
             for layer in rounding:
                 layer.moq.inputs = None
             self._outputs[False] = self._answers_of(self.model)
-            tensors = [part for part in self._outputs[False][0] if part.numel()]
+            tensors = [part for part in self._outputs[False].tensors if part.numel()]
             if tensors and all(tensor.isnan().all() for tensor in tensors):
                 self.reason = "all outputs of the model in memory are NaN"
         except Exception as error:
@@ -145,13 +151,13 @@ class ReferenceOutputs:
             for layer, rounded in rounding.items():
                 layer.moq.inputs = rounded
 
-    def _answers_of(self, model: nn.Module) -> tuple[list[Tensor], Tensor | None]:
+    def _answers_of(self, model: nn.Module) -> _Outputs:
         tensors = self._outputs_of(model)
         tokens = None
         # Where the model in memory cannot generate, the loaded one need not.
         with contextlib.suppress(Exception):
             tokens = self._tokens_of(model)
-        return tensors, tokens
+        return _Outputs(tensors, tokens)
 
     def prove(self, folder: str | Path, rounded: bool = False) -> Proof:
         """Load a folder with plain `from_pretrained` and compare it; raises nothing.
@@ -163,7 +169,7 @@ class ReferenceOutputs:
         from compressed_tensors.offload import as_single_threaded
 
         # A model that was loaded from such a folder rounds by itself.
-        found = self._outputs.get(rounded and self._rounds, ([], None))
+        found = self._outputs.get(rounded and self._rounds, _Outputs([], None))
         self.outputs, self.tokens = found
         inputs: Literal["rounded", "float"] | None = None
         if self._rounds:
