@@ -313,7 +313,12 @@ def test_what_deployed_says_outside_of_its_tables() -> None:
     for line in result("deploy_minilm_avx2")["timings"]:
         times.setdefault(line["engine"], []).append(line["p50"])
     speeds = [slow / fast for slow, fast in zip(times["ONNX float"], times["ONNX int8"], strict=True)]
-    assert f"was {min(speeds):.1f} to {max(speeds):.1f} times as fast as float" in text
+    assert f"was {min(speeds):.1f} to {max(speeds):.1f} times as fast as float for an encoder" in text
+    token = result("deploy_decoder_avx2")["milliseconds"]["one token"]
+    eight, four, two = (token["ONNX float"] / token[f"ONNX nbits, {bits} bits"] for bits in (8, 4, 2))
+    assert f"nbits was {eight:.1f}, {four:.1f} and {two:.1f} times as fast at 8, 4 and 2 bits" in text
+    assert min(token, key=lambda name: token[name]) == "ONNX nbits, 2 bits"
+    assert token["ONNX nbits, 8 bits"] < token["ONNX int8, 8 bits"]
 
 
 @pytest.mark.parametrize(("preset", "bits"), [("w4", 4), ("w3", 3), ("w2", 2)])
