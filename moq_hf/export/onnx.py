@@ -537,9 +537,11 @@ def prepare(
             layer: nn.Module = embedding
             stored[name] = "int4" if embedding.halved else "int8"
             for other in checkpoint.verified.layers[name].tied:
-                bias = copied.get_submodule(other).bias
-                head = OnnxTiedLinear(embedding, bias, flavor == "nbits")
-                copied.set_submodule(other, head)
+                tied = copied.get_submodule(other)
+                same: nn.Module = embedding
+                if not isinstance(tied, nn.Embedding):
+                    same = OnnxTiedLinear(embedding, tied.bias, flavor == "nbits")
+                copied.set_submodule(other, same)
         elif isinstance(module, nn.Conv1d | nn.Conv2d):
             layer = OnnxConvolution(weight, module)
         elif rounding is not None and flavor == "nbits":

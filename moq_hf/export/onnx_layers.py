@@ -207,7 +207,8 @@ class OnnxEmbedding(_Stored):
     Codes of up to 4 bits lie in the two halves of a byte, as MatMulNBits has them.
 
     Args:
-        weight: Signed codes `[rows, columns]`, and scales per row or group in a row.
+        weight: Signed codes `[rows, columns]`, and scales and zero points per row or group in
+            a row.
         bits: Bits of the codes.
         factor: What rows are multiplied with.
     """
@@ -216,29 +217,35 @@ class OnnxEmbedding(_Stored):
         codes = weight.codes
         halved = bits <= 4 and codes.shape[1] % 2 == 0
         codes = _packed(codes + 8, 4) if halved else codes.to(torch.int8)
-        super().__init__(codes=codes, scale=weight.scale)
+        super().__init__(codes=codes, scale=weight.scale, zero_point=weight.zero_point)
         self.halved = halved
         self.factor = factor
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows `[..., columns]` for the indices `input` `[...]`."""
-        codes = F.embedding(input, self.codes)
-        rows = self._dequantized(codes, F.embedding(input, self.scale))
+        codes, scale = (F.embedding(input, part) for part in (self.codes, self.scale))
+        zero = self.zero_point
+        zero = None if zero is None else F.embedding(input, zero)
+        rows = self._dequantized(codes, scale, zero)
         return rows if self.factor == 1 else rows * self.factor
 
     @property
     def weight(self) -> Tensor:
         """The whole table, float32, for a model's code that reads it."""
-        return self._dequantized(self.codes, self.scale)
+        return self._dequantized(self.codes, self.scale, self.zero_point)
 
-    def _dequantized(self, codes: Tensor, scale: Tensor) -> Tensor:
+    def _dequantized(
+        self, codes: Tensor, scale: Tensor, zero_point: Tensor | None
+    ) -> Tensor:
         codes = codes.to(torch.float32)
         if self.halved:
             # OpenVINO computes something else with BitShift.
             high = (codes / 16).floor()
             codes = torch.stack((codes - 16 * high, high), -1).flatten(-2) - 8
-        groups = codes.reshape(*scale.shape, -1) * scale.unsqueeze(-1)
-        return groups.flatten(-2)
+        groups = codes.reshape(*scale.shape, -1)
+        if zero_point is not None:
+            groups = groups - zero_point.unsqueeze(-1)
+        return (groups * scale.unsqueeze(-1)).flatten(-2)
 
 
 class OnnxTiedLinear(_Stored):
@@ -260,7 +267,8 @@ class OnnxTiedLinear(_Stored):
         self.columns = 2 * table.codes.shape[1]
         group = self.columns // table.scale.shape[1]
         fitting = [size for size in _BLOCKS if group % size == 0]
-        self.block = max(fitting) if packed and table.halved and fitting else None
+        takes_codes = packed and table.halved and table.zero_point is None
+        self.block = max(fitting) if takes_codes and fitting else None
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` `[..., columns]` times the table, plus the bias."""

@@ -130,11 +130,26 @@ def test_the_largest_sums_do_not_saturate_on_any_cpu(bits: int, tmp_path: Path) 
     torch.testing.assert_close(found, rounded @ quantizer.dequantize(*weight).T)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("grouping", [PerChannel(), PerGroup(8)])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_table_that_the_model_reads_is_dequantized(bits: int) -> None:
-    weight = quantizer.quantize(torch.randn(6, 16), bits, Grid(PerChannel()))
+def test_a_table_that_the_model_reads_is_dequantized(
+    bits: int, grouping: PerChannel | PerGroup, symmetric: bool, tmp_path: Path
+) -> None:
+    weight = quantizer.quantize(1 + torch.randn(6, 16), bits, Grid(grouping, symmetric=symmetric))
+    if weight.zero_point is not None:
+        # As a folder has them.
+        codes, scale, zero = weight
+        weight = quantizer.Quantized(codes - 2 ** (bits - 1), scale, zero - 2 ** (bits - 1))
     table = OnnxEmbedding(weight, bits)
-    assert table.halved == (bits == 4) and torch.equal(table.weight, quantizer.dequantize(*weight))
+    floats = quantizer.dequantize(*weight)
+    assert table.halved == (bits == 4) and torch.equal(table.weight, floats)
+    ids = torch.tensor([[3, 0, 5], [1, 1, 2]])
+    assert torch.equal(export_layer(table, ids, tmp_path / "table.onnx"), floats[ids])
+    head = OnnxTiedLinear(table, None, packed=True)
+    x = torch.randn(2, 16)
+    found = export_layer(head, x, tmp_path / "head.onnx")
+    torch.testing.assert_close(found, x @ floats.T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
