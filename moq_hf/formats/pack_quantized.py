@@ -1,5 +1,7 @@
 """Codes packed into words of 32 bits: compressed-tensors' `pack-quantized`, what servers take."""
 
+import torch
+
 from ..quantizer import Quantized
 from ..weight_matrix import is_experts
 from . import compressed
@@ -15,7 +17,8 @@ def fits(spec: EncodeSpec) -> bool:
 
     Tables by themselves cannot: transformers initializes and ties them by the name
     `weight`. Nor can experts in NVFP4, of which transformers 5.23 does not load the
-    scale of a whole matrix.
+    scale of a whole matrix, nor those in MXFP4 that it would unpack to another dtype
+    than bfloat16.
     """
     if not 2 <= spec.bits <= MAX_PACKED_BITS or spec.multiplies_bytes:
         return False
@@ -25,7 +28,8 @@ def fits(spec: EncodeSpec) -> bool:
     if spec.shared is not None and spec.shared.format != spec.format:
         return False
     if is_experts(spec.kind):
-        is_loaded = spec.grid.symmetric and spec.format != "nvfp4"
+        is_mxfp4 = spec.format == "mxfp4" and spec.dtype == torch.bfloat16
+        is_loaded = is_mxfp4 or (spec.format == "int" and spec.grid.symmetric)
         return spec.matrices is not None and is_loaded
     if spec.kind not in ("linear", "embedding"):
         return False

@@ -136,12 +136,10 @@ class EncodeSpec:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Of the scales in the file."""
-        return (
-            torch.float32
-            if self.shared is not None
-            else getattr(torch, self.grid.scale_dtype)
-        )
+        """Of the scales in the file, to which transformers unpacks experts: float32 unless it is that of the model."""
+        own: torch.dtype = getattr(torch, self.grid.scale_dtype)
+        is_other = self.matrices is not None and own != self.dtype
+        return torch.float32 if is_other or self.shared is not None else own
 
 
 class EncodedWeight(NamedTuple):

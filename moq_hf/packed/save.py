@@ -421,17 +421,26 @@ class _Saving:
         """Return the layouts that transformers can load, the best one first; the last one is right for every model.
 
         Where one is wanted, it is that one. Without codes there are floats alone.
+
+        Raises:
+            MoQError: They cannot load the one that is wanted.
         """
         if wanted is None and self._is_gpt_oss():
             return ["mxfp4", "floats"]
         encoder = self._encoder(wanted or "packed")
         if not any(map(has_codes, encoder.forms.values())):
             return ["floats"]
+        unpacks = is_unpacked_while_loading(
+            without_peft(self.whole_model), encoder.packed
+        )
+        unpacks |= encoder.needs_bfloat16 and encoder.dtype != "bfloat16"
+        if wanted == "packed" and unpacks:
+            raise MoQError(
+                'transformers cannot answer with this model in the layout packed: leave layout out, or take "unpacked"'
+            )
         if wanted is not None:
             return [wanted]
-        if (
-            encoder.needs_bfloat16 and encoder.dtype != "bfloat16"
-        ) or is_unpacked_while_loading(without_peft(self.whole_model), encoder.packed):
+        if unpacks:
             return ["unpacked", "floats"]
         # Servers take asymmetric grids as they are unpacked while loading; tables of
         # more bits would be dense there.
@@ -680,8 +689,8 @@ def _warn(
         logger.warning(
             "moq_hf: these layers are saved as floats on the grid, at full size, since the packed format has no place "
             "for them (it is for 2 to %d bits of nn.Linear, tables and experts that are symmetric and not transposed, "
-            "without experts in NVFP4; the layout gemma leaves experts, tied tables and what transformers keeps in "
-            "float32): %s",
+            "without experts in FP4 but for MXFP4 in bfloat16; the layout gemma leaves experts, tied tables and what "
+            "transformers keeps in float32): %s",
             MAX_PACKED_BITS,
             ", ".join(floats),
         )

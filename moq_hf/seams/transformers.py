@@ -505,6 +505,10 @@ def unpack(model: nn.Module) -> None:
         del module.quantization_status
         # What is left of the wrapped forward would hide that of a quantized class.
         module.__dict__.pop("forward", None)
+        # compressed-tensors makes parameters of buffers, as Gemma's tables have one.
+        for name in module._parameters.keys() - {"weight", "bias"}:
+            buffer = cast(Tensor, module._parameters.pop(name)).detach()
+            module.register_buffer(name, buffer, persistent=False)
         module.weight = nn.Parameter(cast(Tensor, module.weight).detach())
         module.requires_grad_(True)
     # Nothing is left for the first forward pass to unpack.

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as hf
 from packed_bert import SHAPE, checkpoint, config_of
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-from moq_hf import MoQError, cli, quantize_model, save_quantized
+from moq_hf import MoQError, cli, dequantize_model, quantize_model, save_quantized
 from moq_hf.export.floats import export_floats
 from moq_hf.packed.files import size_of
 
@@ -46,6 +48,26 @@ def test_conv1d_unpacked_while_loading(tmp_path: Path) -> None:
         found = GPT2LMHeadModel.from_pretrained(tmp_path / "out").eval()(ids).logits
         assert torch.equal(found, model(ids).logits)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_a_buffer_of_a_table_is_no_weight(tmp_path: Path) -> None:
+    """compressed-tensors makes a parameter of it, which llama.cpp's converter does not know."""
+    config = hf.Gemma3TextConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=32, head_dim=16,
+    )  # fmt: skip
+    hf.set_seed(0)
+    model = hf.Gemma3ForCausalLM(config).eval()
+    names = {name for name in model.state_dict() if name != "lm_head.weight"}
+    packed = {"quantize_bits": {"target_bits": 4}, "quantize_group_size": 16, "quantize_embeddings": 8}
+    source = save_quantized(quantize_model(model, packed), tmp_path / "packed")
+    export_floats(source, tmp_path / "floats")
+    assert {*load_file(tmp_path / "floats" / "model.safetensors")} == names
+    plain = dequantize_model(hf.Gemma3ForCausalLM.from_pretrained(source))
+    assert {name for name, _ in plain.named_parameters()} == names
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(plain.eval()(ids).logits, model(ids).logits)
 
 
 def test_what_is_refused(packed: Path, tmp_path: Path) -> None:

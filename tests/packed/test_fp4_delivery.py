@@ -113,13 +113,16 @@ def test_what_transformers_does_not_load_packed_is_floats_on_the_grid(
     model = saved(tmp_path / "nvfp4", "Mixtral", "nvfp4")
     stored = {name: layer.stored for name, layer in verify_quantized(tmp_path / "nvfp4", model).layers.items()}
     assert {stored[name] for name in stored if "experts" in name} == {"dense"}
-    assert "experts in NVFP4" in caplog.text
+    assert "without experts in FP4 but for MXFP4 in bfloat16" in caplog.text
     found = verify_quantized(tmp_path / "nvfp4", model, inputs={"input_ids": IDS})
     assert found.proof is not None and found.proof.agrees
     for dtype in (torch.float32, torch.float16):
         model = saved(tmp_path / str(dtype), "Mixtral", "mxfp4", dtype)
         found = verify_quantized(tmp_path / str(dtype), model)
-        assert found.state["layout"] == "floats" and found.proof is not None and found.proof.agrees
+        assert found.state["layout"] == "unpacked" and found.proof is not None and found.proof.agrees
+        assert {layer.stored for name, layer in found.layers.items() if "experts" in name} == {"dense"}
+        with pytest.raises(MoQError, match='in the layout packed: leave layout out, or take "unpacked"'):
+            save_quantized(model, tmp_path / "packed", layout="packed")
 
 
 def test_blocks_of_eight_bits_beside_a_format(tmp_path: Path) -> None:

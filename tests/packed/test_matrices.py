@@ -84,6 +84,8 @@ def test_transformers_computes_the_same_from_the_files(
         (at_bits(2, quantize_groups=2), "packed"),
         (at_bits(3, quantize_groups="per_channel"), "packed"),
         (at_bits(8, **GROUPS), "packed"),
+        (at_bits(4, quantize_algo={"scale_dtype": "bfloat16"}, **GROUPS), "packed"),
+        (at_bits(4, quantize_algo={"scale_dtype": "float16"}, **GROUPS), "packed"),
         (at_bits(4, quantize_algo={"rounding": "stochastic"}, **GROUPS), "packed"),
         (at_bits(4, quantize_type="asymmetric", **GROUPS), "dense"),
         (at_bits(12), "dense"),
