@@ -303,8 +303,14 @@ def matches(name: str, pattern: str) -> bool:
 
     >>> [matches("layer.1.query", pattern) for pattern in ("layer.*", "1.query", "1.que")]
     [True, True, False]
+    >>> matches("layer.1.query.base_layer", "*.query")
+    True
     """
-    return fnmatch.fnmatchcase(name, pattern) or f".{pattern}." in f".{name}."
+    # A layer that PEFT adapts goes by the name that it had before, too.
+    return any(
+        fnmatch.fnmatchcase(called, pattern) or f".{pattern}." in f".{called}."
+        for called in (name, name.removesuffix(".base_layer"))
+    )
 
 
 @checked

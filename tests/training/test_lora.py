@@ -75,6 +75,15 @@ def test_the_merged_weight_is_quantized(variant: str) -> None:
     assert any("pooler" in name for name in names) and not any("original_module" in name for name in names)
 
 
+def test_globs_mean_layers_that_are_adapted() -> None:
+    layers = quant_layers(quantize_model(adapted(), {**FIXED, "overrides": {"*.query": {"bits": 8}}}))
+    queries = {name: layer.moq.bits for name, layer in layers.items() if ".query" in name}
+    assert {*queries.values()} == {8} and all(name.endswith(".base_layer") for name in queries)
+    assert any(layer.moq.bits == 4 for layer in layers.values())
+    with pytest.raises(MoQError, match=r"cannot be merged into what stays in float: .*value"):
+        quantize_model(adapted(), {**FIXED, "modules_to_not_convert": ["*.value"]})
+
+
 @pytest.mark.parametrize("variant", ["rslora", "DoRA"])
 @pytest.mark.parametrize("way", ["merge_and_unload", "unload"])
 def test_unloading_leaves_the_layers_quantized(way: str, variant: str) -> None:
