@@ -157,6 +157,7 @@ def export_gguf(
             "GGUF needs either base, what llama.cpp's converter made of the checkpoint as floats, or converter, "
             "the path of its convert_hf_to_gguf.py"
         )
+    check_taken(Path(directory), GGUF)
     if base is not None:
         return _export(Path(directory), Path(out), Path(base))
     with tempfile.TemporaryDirectory(prefix="moq-hf-") as folder:
@@ -202,7 +203,6 @@ def _export(directory: Path, out: Path, source: Path) -> GgufExport:
         raise MoQError(
             f"{directory}: no layer is quantized yet, so there are no integers to write"
         )
-    check_taken(directory, GGUF)
     read = _Base(source)
     places = read.places_of(list(layers))
     weights = {

@@ -245,7 +245,8 @@ def arrival(
     if min(planned) <= last <= max(planned):
         plan = "as planned"
     if not last:
-        return f"{who} were at {target} from the first step on, {plan}."
+        were = "were" if len(bits) > 1 else "was"
+        return f"{who} {were} at {target} from the first step on, {plan}."
     return f"{who} reached {target} at step {last:,}, {plan}."
 
 
