@@ -304,10 +304,10 @@ def test_bench_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it does is run in test_bench.py; here, that it is understood."""
     asked = []
     result = SimpleNamespace(table=lambda: "")
-    monkeypatch.setattr("moq_hf.export.bench.benchmark", lambda *args, **kwargs: asked.append((args, kwargs)) or result)
+    monkeypatch.setattr("moq_hf.export.bench.benchmark", lambda **options: asked.append(options) or result)
     monkeypatch.setattr("moq_hf.export.compare.read_data", lambda *args: args)
     assert cli.main(shlex.split(BENCH)[1:]) == 0
-    assert asked == [(("runs/mrpc/quantized",), {"data": ("data/mrpc.jsonl", "mrpc"), "max_loss": 0.01})]
+    assert asked == [{"directory": "runs/mrpc/quantized", "data": ("data/mrpc.jsonl", "mrpc"), "max_loss": 0.01}]
 
 
 def arguments_of(path: str) -> dict[str, object]:

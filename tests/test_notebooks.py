@@ -26,7 +26,9 @@ def told(notebook: Any) -> list[str]:
         if output.output_type == "stream" and output.name == "stdout"
     ]
     lines = re.sub("\x1b\\[A|\r", "", "\n".join(texts)).splitlines()
-    return [re.sub(r"[\d,.]*\d", "#", line.rstrip()) for line in lines if line.startswith(OURS)]
+    # A file for VNNI is written where the CPU has it.
+    own = [line for line in lines if line.startswith(OURS) and "vnni" not in line]
+    return [re.sub(r"[\d,.]*\d", "#", line.rstrip()) for line in own]
 
 
 @pytest.mark.slow

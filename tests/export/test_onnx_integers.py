@@ -72,6 +72,7 @@ def test_a_layer_computes_what_training_does(
     )
 
 
+@needs_vnni
 def test_qdq_computes_what_training_does(tmp_path: Path) -> None:
     torch.manual_seed(0)
     weight = quantizer.quantize(torch.randn(6, 16), 8, Grid(PerChannel()))
