@@ -80,8 +80,6 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     assert len(glue_plans.PLANS["phases"].seeds) == len(perplexity.SEEDS) == 3
     parameters = sorted({line["parameters"] for line in Lines(RESULTS / "perplexity.jsonl").lines})
     assert "Llamas of {:.2f} and {:.2f} million weights".format(*(count / 1e6 for count in parameters)) in text
-    (led, *others) = (row[3].partition(" ± ") for row in results_page.other_tasks()[1:])
-    assert float(led[0]) < -float(led[2]) and all(is_noise("".join(each)) for each in others)
     grids = [grid for line in results_page.lines_of("sensitivity") for grid in line["grids"].values()]
     ranks = [of_bits["divergence"] for grid in grids for of_bits in grid["ranks"].values()]
     spans = {
@@ -100,6 +98,25 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     assert sum(rows[task][0] < rows[task][2] for task in report_study.TASKS.values()) == 2
     near = lead(2, results_page.FINISHED, ours)
     assert is_noise(near) and f"from a finished model end near it ({near})" in text
+
+
+def test_what_is_said_of_other_tasks() -> None:
+    text = results_text("recipes")
+    kinds = [(task, bits) for task in ("roles", "spans") for bits in (3, 2)]
+
+    def lead_of(arm: str, other: str, task: str, bits: int, rounded: str = "") -> str:
+        behind = results_page.f1_of(task, other, 32 if rounded else bits, rounded)
+        return report_study.paired(results_page.f1_of(task, arm, bits), behind)
+
+    lost, *others = (lead_of("float first, basic QAT", "basic QAT", *kind) for kind in kinds)
+    assert f"is behind basic QAT by {lost.removeprefix('-')} points on roles at 3 bits" in text
+    assert not is_noise(lost) and all(map(is_noise, others))
+    longer, grid = "float, as many steps", "2, groups of 32, full"
+    led = lead_of("basic QAT", longer, "roles", 2, grid)
+    assert is_win(led) and f"At 2 bits basic QAT leads rounding on roles by {led.removeprefix('+')}," in text
+    assert all(is_noise(lead_of(arm, longer, "spans", 2, grid)) for arm in ("basic QAT", "float first, basic QAT"))
+    ends = [row[4] for row in results_page.other_tasks()[1:] if row[1] == 2]
+    assert "At 2 bits basic QAT ends at {} and {} there.".format(*ends) in which_preset()
 
 
 def test_what_recipes_say_of_grids() -> None:
