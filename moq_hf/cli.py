@@ -76,14 +76,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _add_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max_steps", type=_positive, required=True, help="optimizer steps of the run"
+    )
+
+
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """`moq-hf plan`: the schedule of a run, ahead of time."""
     parser.add_argument(
         "config", metavar="CONFIG", help="a preset's name or a JSON file"
     )
-    parser.add_argument(
-        "--max_steps", type=_positive, required=True, help="optimizer steps of the run"
-    )
+    _add_steps(parser)
     parser.add_argument(
         "--model",
         help="folder or Hub id of the model: what is quantized, the size of the result, and the memory of the run",
@@ -107,9 +111,7 @@ def add_migrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="DS.JSON", help="a DeepSpeed config, or its section alone"
     )
-    parser.add_argument(
-        "--max_steps", type=_positive, required=True, help="optimizer steps of the run"
-    )
+    _add_steps(parser)
     parser.add_argument(
         "--out", metavar="FILE", help="the file to write; default: print it"
     )

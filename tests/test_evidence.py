@@ -316,6 +316,11 @@ def test_what_deployed_says_outside_of_its_tables() -> None:
     assert {case["same_tokens"] for case in served.values()} == {16}
     agree = [case["largest_difference"] for name, case in served.items() if not name.startswith("Gemma3")]
     assert f"all but Gemma3 agree to {max(agree):.0e}" in text
+    halves = {name: case for name, case in result("served_int8")["cases"].items() if name.endswith("static bfloat16")}
+    largest = max(case["largest_difference"] for case in halves.values())
+    fewest = halves["Llama static bfloat16"]["same_tokens"]
+    told = f"In bfloat16 `static` differs by up to {largest:.0e}, and Llama parts after {fewest} tokens"
+    assert told in text and fewest == min(case["same_tokens"] for case in halves.values())
     spans = []
     for of_shapes in result("served_int8")["seconds"].values():
         ratios = [times["float"] / times[scale] for times in of_shapes.values() for scale in ("static", "per_token")]
