@@ -35,7 +35,7 @@ from moq_hf import quantize_model, save_quantized
 from moq_hf.model.convert import quant_layers
 
 # The least of each layout and those before it, with some between; the last one is the newest that there was.
-TRANSFORMERS = ("5.0.0", "5.8.1", "5.14.1", "5.15.0", "5.16.1", "5.22.2", "5.23.0")
+TRANSFORMERS = ("5.0.0", "5.8.1", "5.14.1", "5.15.0", "5.16.1", "5.22.2", "5.23.0", "5.24.0")
 BASE: dict[str, Any] = {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
 ASYMMETRIC = {"quantize_algo": {"q_type": "asymmetric"}}
 # Test files that need none of the optional libraries.

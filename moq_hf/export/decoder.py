@@ -10,7 +10,8 @@ Outputs are `logits` and, for every layer, `present.N.key` and `.value`, which a
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 _PAST = "past_key_values"
+
+
+def _cache_name(forward: Callable[..., Any]) -> str:
+    """What a forward pass and its outputs call the cache: `cache` from transformers 5.24 on."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else _PAST
 
 
 def has_cache(model: Any) -> bool:
@@ -40,14 +46,16 @@ class _WithCache:
         past_key_values: Sequence[Tensor],
     ) -> dict[str, Tensor]:
         pairs = zip(past_key_values[::2], past_key_values[1::2], strict=True)
-        outputs = super().forward(  # type: ignore[misc]
+        forward = super().forward  # type: ignore[misc]
+        name = _cache_name(forward)
+        outputs = forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=DynamicCache(list(pairs)),
             use_cache=True,
+            **{name: DynamicCache(list(pairs))},
         )
-        present = _tensors_of(outputs.past_key_values)
+        present = _tensors_of(outputs[name])
         return {"logits": outputs.logits} | {
             f"present.{name}": tensor for name, tensor in present.items()
         }
@@ -100,21 +108,22 @@ def inputs_after(
     mask = batch["attention_mask"]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     seen = max(past, 1)
+    name = _cache_name(model.forward)
     before = model(
         ids[:, :seen],
         attention_mask=mask[:, :seen],
         position_ids=positions[:, :seen],
-        # One that the model makes drops what lies before a sliding window.
-        past_key_values=DynamicCache(),
         use_cache=True,
+        # One that the model makes drops what lies before a sliding window.
+        **{name: DynamicCache()},
     )
     inputs = {
         "input_ids": ids[:, past:].contiguous(),
         "attention_mask": mask,
         "position_ids": positions[:, past:].contiguous(),
     }
-    for name, tensor in _tensors_of(before.past_key_values).items():
-        inputs[f"{_PAST}.{name}"] = tensor[:, :, :past].contiguous()
+    for part, tensor in _tensors_of(before[name]).items():
+        inputs[f"{_PAST}.{part}"] = tensor[:, :, :past].contiguous()
     return inputs
 
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 
 from moq_hf import MoQError
 from moq_hf.export.compare import SENTENCES, Checkpoint, _tokenized, most_tokens
-from moq_hf.export.decoder import inputs_after, with_cache
+from moq_hf.export.decoder import _cache_name, inputs_after, with_cache
 from moq_hf.export.onnx import _traced
 
 SIZES = {
@@ -36,6 +36,23 @@ def test_what_lies_before_a_sliding_window_is_in_the_cache_too() -> None:
             answered = model(**inputs, past_key_values=past)["logits"]
     assert {len(tensor[0, 0]) for tensor in past} == {9}
     torch.testing.assert_close(answered, expected)
+
+
+class Renamed(hf.LlamaForCausalLM):
+    """Calls its cache `cache`, as transformers does from 5.24 on, where the old name is a warning."""
+
+    def forward(self, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **{_cache_name(super().forward): cache}, **kwargs)
+        return {"logits": outputs.logits, "cache": cache}
+
+
+def test_the_cache_has_two_names() -> None:
+    hf.set_seed(0)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)).eval()
+    batch = {"input_ids": torch.randint(3, 32, (1, 12)), "attention_mask": torch.ones(1, 12, dtype=torch.long)}
+    expected = inputs_after(model, batch, 9)
+    model.__class__ = Renamed
+    torch.testing.assert_close(inputs_after(model, batch, 9), expected)
 
 
 def test_another_cache_is_one_error() -> None:
