@@ -14,7 +14,7 @@ RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
 RESTART = "cosine_with_restarts"
 # Keys of a run that its identity leaves out at these values.
 LATER: dict[str, Any] = {
-    "bf16": False, "warm_times": 1, "warm_decay": "linear", "averaged": False
+    "bf16": False, "warm_times": 1, "warm_decay": "linear", "averaged": False, "dropout": True
 }  # fmt: skip
 # The same for float models of twice the epochs, on every task, by the plan "rates".
 LONG_RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 1e-4}
@@ -54,6 +54,7 @@ class Arm:
         warm_decay: Of the learning rate of that float run.
         decay: Of the learning rate, as Trainer's `lr_scheduler_type`; the restart of `RESTART` is in the middle.
         averaged: Scored with the mean of the float weights over the last quarter of the steps, quantized.
+        dropout: Whether it drops out while it follows a teacher, as no run does by default.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Arm:
     warm_decay: str = "linear"
     decay: str = "linear"
     averaged: bool = False
+    dropout: bool = True
 
     def on(self, task: str) -> "Arm":
         """Itself with the task's learning rates for `OWN` and `LONG_OWN`, and its step for a share of the run."""
@@ -212,6 +214,15 @@ PLANS = {
         ),
         tasks=("mrpc", "cola", "sst2"),
         bf16=True,
+    ),
+    # With dropout beside the teacher and without.
+    "dropout": Plan(
+        tuple(
+            replace(arm, dropout=dropout)
+            for dropout in (False, True)
+            for arm in (taught(2, "per channel, full"), finished(2))
+        ),
+        seeds=(1, 2, 3, 4),
     ),
     # 3 bits on average, chosen on the float model, and 3 bits throughout.
     "budgets": Plan(

@@ -203,7 +203,7 @@ def trainer_of(run: Run, here: Machine, is_trained: bool = False) -> Any:
     model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=len(TASKS[run.task].labels))
     config = copy.deepcopy(run.arm.config())
     if config is not None and teacher is not None and "distillation" in config:
-        config["distillation"]["teacher"] = str(here.float_model(teacher))
+        config["distillation"] |= {"teacher": str(here.float_model(teacher)), "dropout": run.arm.dropout}
     trainer = MoQTrainer(
         model,
         arguments,

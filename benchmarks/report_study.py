@@ -30,6 +30,7 @@ class Ways(NamedTuple):
         rates: Learning rate by task.
         bf16: Computed in bfloat16.
         averaged: Scored with the mean of the last weights.
+        dropout: With dropout beside a teacher.
     """
 
     arm: str
@@ -38,6 +39,7 @@ class Ways(NamedTuple):
     rates: Mapping[str, float] = RATES
     bf16: bool = True
     averaged: bool = False
+    dropout: bool = True
 
 
 FLOAT = Ways("float", "8 blocks")
@@ -70,6 +72,7 @@ def scores(task: str, ways: Ways, bits: int = 32) -> dict[int, float]:
         "rows": None,
         "bf16": ways.bf16,
         "averaged": ways.averaged,
+        "dropout": ways.dropout,
         "held_out": None,  # As lines have it that were scored on rows held out of training.
     }
     own = [line for line in lines() if all(line.get(name, LATER.get(name)) == wanted[name] for name in wanted)]

@@ -415,9 +415,12 @@ class MoQCallback(TrainerCallback, ExportableState):
         else:
             tqdm.write(f"moq_hf plan: {self.plan.table()}")
         notes = [*controller.warnings(), *self.plan.notes]
-        if self.trainer is None and config.distillation != DistillationConfig():
+        is_taught = self.trainer is not None and (
+            self._teacher is not None or self.trainer.is_float_first
+        )
+        if not is_taught and config.distillation != DistillationConfig():
             notes.append(
-                "distillation without effect: its weights are of a MoQTrainer's loss with a teacher"
+                "distillation without effect: it is of a MoQTrainer with a teacher, or with float_first"
             )
         for note in notes:
             logger.warning("moq_hf: %s", note)

@@ -214,6 +214,13 @@ class DistillationConfig:
     ] = 0.0
     # Logits, hidden and labels as in the runs of docs/results.md, "Scores at equal steps".
     labels: Annotated[Weight, key("weight of the task's own loss")] = 1.0
+    # Off as in docs/results/recipes.md, "What was tried".
+    dropout: Annotated[
+        Flag,
+        key(
+            "true: the student trains with its dropout, as it would without a teacher; false: without"
+        ),
+    ] = False
 
 
 @checked

@@ -42,6 +42,7 @@ from .training.distillation import (
     labels_at_logits,
     load_teacher,
     loss_parts,
+    switch_off_dropout,
     weighted_sum,
 )
 from .training.embeddings import queries_keys_values
@@ -147,6 +148,8 @@ class MoQTrainer(Trainer):
         self.teacher_fingerprint: int | None = None
         self._loss_checked = self._loss_called = self._rates_restart = False
         self._saving_checkpoint = False
+        # What the student drops out when it does not follow a teacher.
+        self._dropped: list[tuple[nn.Module, str, float]] = []
         # Sums over micro-batches since the last log, and how many there were.
         self._parts: dict[str, Any] = Counter()
         if self.moq is not None:
@@ -187,7 +190,12 @@ class MoQTrainer(Trainer):
                 "the MoQCallback of this MoQTrainer was removed: its model would train on at the bits that it has now, "
                 "and nothing would be delivered; leave the callback in, or train a float model in another Trainer"
             )
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            for module, name, share in self._dropped:
+                setattr(module, name, share)
+            self._dropped.clear()
 
     def loss_parts(self) -> dict[str, float]:
         """The parts of the loss with a teacher, before their weights; means since this was last called.
@@ -304,7 +312,7 @@ class MoQTrainer(Trainer):
         phase = self._float_phase
         self._parts.clear()
         if phase is None:
-            self._tell_of_parts("with a teacher,")
+            self._begin_following("with a teacher,")
             return
         if not self._rates_restart:
             raise MoQError(
@@ -317,7 +325,7 @@ class MoQTrainer(Trainer):
         else:
             phase.begin(cast(MoQCallback, self.moq).offset(self.state))
             self._take(None)
-        self._tell_of_parts("the float phase is over:")
+        self._begin_following("the float phase is over:")
         if has_begun and teacher_before != self.teacher_fingerprint:
             raise MoQError(
                 f"cannot resume: the model in {phase.folder} is not the float model of this run: it was written "
@@ -335,16 +343,23 @@ class MoQTrainer(Trainer):
                 self._saving_checkpoint = False
             self._take(self._float_phase)
             step = self.state.global_step + 1
-            self._tell_of_parts(
+            self._begin_following(
                 f"step {step:,}: the float phase is over; its model is in {self._float_phase.folder}. From here on "
                 "training is quantized, the learning rate starts anew, and"
             )
 
-    def _tell_of_parts(self, text: str) -> None:
-        """Say what the loss is made of from now on, if it follows a teacher."""
-        if self._teacher is not None and self.is_world_process_zero():
-            config = cast(MoQCallback, self.moq).config.distillation
-            tqdm.write(f"moq_hf: {text} the loss is {loss_in_words(config)}")
+    def _begin_following(self, text: str) -> None:
+        """If there is a teacher by now, train without dropout, and say what the loss is made of."""
+        if self._teacher is None:
+            return
+        config = cast(MoQCallback, self.moq).config.distillation
+        words = loss_in_words(config)
+        if not config.dropout:
+            student = self.accelerator.unwrap_model(self.model)
+            self._dropped += switch_off_dropout(student)
+            words += "; dropout is off" if self._dropped else ""
+        if self.is_world_process_zero():
+            tqdm.write(f"moq_hf: {text} the loss is {words}")
 
     @property
     def is_float_first(self) -> bool:

@@ -144,7 +144,6 @@ def by_length(dataset: Any, batch_size: int, drop_last: bool, seed: int = 0, **_
 
 def quantize(model: "SentenceTransformer", texts: Sequence[str], options: argparse.Namespace) -> "MoQCallback":
     """Train a model on texts, with itself in float as teacher, and deliver it into `output_dir/quantized`."""
-    import torch
     from datasets import Dataset
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
@@ -152,10 +151,6 @@ def quantize(model: "SentenceTransformer", texts: Sequence[str], options: argpar
 
     recipe = RECIPES[options.bits]
     loss = MoQDistillation(model, **WEIGHTS)
-    # What the teacher says, it says without dropout.
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
     length = model.max_seq_length
     model.max_seq_length = min(length or options.max_seq_length, options.max_seq_length)
     callback = MoQCallback(

@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from ..config_fields import DistillationConfig
@@ -176,6 +177,8 @@ class MoQDistillation(nn.Module):
         model: The `SentenceTransformer` that the Trainer has.
         teacher: A float one, another object; None copies `model` as it is now, before a
             Trainer has it.
+        dropout: Whether the model keeps its dropout, which is switched off in it
+            otherwise.
         **weights: `similarity`, `embedding`, `relations` and `hidden`, as in the
             config's `distillation`. Those left out are 0; without any, `similarity` and
             `embedding` are 1.
@@ -191,7 +194,11 @@ class MoQDistillation(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, teacher: nn.Module | None = None, **weights: float
+        self,
+        model: nn.Module,
+        teacher: nn.Module | None = None,
+        dropout: bool = False,
+        **weights: float,
     ) -> None:
         super().__init__()
         if teacher is None and is_quantized(model):
@@ -206,6 +213,8 @@ class MoQDistillation(nn.Module):
         self.model = model
         self.teacher = copy.deepcopy(model) if teacher is None else teacher
         self.teacher.requires_grad_(False)
+        if not dropout:
+            switch_off_dropout(model)
 
     def forward(
         self, sentence_features: Iterable[Mapping[str, Any]], labels: Any = None
@@ -239,6 +248,35 @@ class MoQDistillation(nn.Module):
                 return model(dict(features)), found
         finally:
             settings.output_hidden_states = before
+
+
+def switch_off_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
+    """Have a model in training drop nothing: no units, no paths and no layers.
+
+    A student that drops is noise around what it is to match, which the teacher computes
+    without. What a model reads from its config at each call stays: Wav2Vec2's layerdrop.
+
+    Returns:
+        Each module that dropped, the attribute that says how much, and the share, above 0
+        up to 1, that it was.
+    """
+    shares = [
+        (module, name, share)
+        for module in model.modules()
+        for name, share in vars(module).items()
+        if isinstance(share, float) and share and _is_dropout(module, name)
+    ]
+    for module, name, _ in shares:
+        setattr(module, name, 0.0)
+    return shares
+
+
+def _is_dropout(module: nn.Module, name: str) -> bool:
+    """Whether an attribute is a share that is dropped: `p` in PyTorch's modules, and by its name in transformers'.
+
+    Those are attention_dropout, resid_pdrop, drop_prob, layerdrop and the like.
+    """
+    return "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
 
 
 def fingerprint(teacher: nn.Module) -> int:

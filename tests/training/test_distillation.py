@@ -7,17 +7,28 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from families import FAMILIES
+from model_zoo import CASES, class_of, rows_of
+from model_zoo import FAMILIES as CONFIGS
 from transformers.modeling_outputs import ModelOutput
 
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, MoQTrainer, quantize_model, save_quantized
 from moq_hf.config_fields import DistillationConfig
 from moq_hf.model.convert import quant_layers
-from moq_hf.training.distillation import fingerprint, labels_at_logits, load_teacher, loss_parts, weighted_sum
+from moq_hf.training.distillation import (
+    fingerprint,
+    labels_at_logits,
+    load_teacher,
+    loss_parts,
+    switch_off_dropout,
+    weighted_sum,
+)
 
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 4, "target_bits": 2},
     "quantize_schedule": {"quantize_period": 1, "allow_unreached": True},
 }
+KEPT = {"distillation": {"dropout": True}}
 EIGHT = {**CONFIG, "quantize_bits": {"start_bits": 8, "target_bits": 8}}
 
 
@@ -205,6 +216,53 @@ def test_the_student_follows_its_teacher_and_is_scored_on_the_task(teacher: Path
     assert loss == pytest.approx(float(taught.model(ids[:8], labels=labels).loss.detach()), rel=1e-5)
     assert taught.predict(rows(8)).predictions.shape == (8, 2)
     assert not any("teacher" in name for name in taught.model.state_dict())
+
+
+def test_a_student_trains_without_dropout_and_has_it_again_afterwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = []
+    for share, config in ((0.0, CONFIG), (0.5, CONFIG), (0.5, {**CONFIG, **KEPT})):
+        pupil = new_model(1, hidden_dropout_prob=share, attention_probs_dropout_prob=share)
+        new_trainer(tmp_path, config, new_model(2), pupil).train()
+        ends.append(pupil.state_dict())
+        assert {m.p for m in pupil.modules() if isinstance(m, torch.nn.Dropout)} == {share}
+        assert ("; dropout is off" in capsys.readouterr().out) == (share > 0 and config is CONFIG)
+    assert all(torch.equal(tensor, ends[0][name]) for name, tensor in ends[1].items())
+    assert not all(torch.equal(tensor, ends[0][name]) for name, tensor in ends[2].items())
+
+
+# They drop units, attention, paths or whole layers, by PyTorch's modules or by numbers of their own.
+@pytest.mark.parametrize(
+    "family", ["BERT", "DeBERTa-v2", "ModernBERT", "GPT-2", "T5", "ViT", "BART", "Whisper", "Swin"]
+)
+def test_no_family_drops_anything(family: str) -> None:
+    hf.set_seed(0)
+    if family in FAMILIES:
+        cls, config, batch = FAMILIES[family].kind, FAMILIES[family].config(), FAMILIES[family].batch()
+    else:
+        task = next(task for name, task in CASES if name == family)
+        cls, config, examples = class_of(family, task), CONFIGS[family](), rows_of(task)
+        batch = {name: torch.stack([torch.as_tensor(row[name]) for row in examples]) for name in examples[0]}
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.5)
+    model = cls(config).train()
+
+    def losses() -> set[float]:
+        return {float(model(**batch).loss.detach()) for _ in range(4)}
+
+    assert len(losses()) == 4
+    switch_off_dropout(model)
+    assert len(losses()) == 1
+
+
+def test_weights_without_a_teacher_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    taught = {**CONFIG, "distillation": {"hidden": 2.0}}
+    new_trainer(tmp_path / "taught", taught, new_model(2), max_steps=1).train()
+    assert "distillation without effect" not in caplog.text
+    new_trainer(tmp_path / "alone", taught, max_steps=1).train()
+    assert "distillation without effect: it is of a MoQTrainer with a teacher, or with float_first" in caplog.text
 
 
 def test_a_teacher_in_hand_is_frozen_and_untouched(tmp_path: Path) -> None:

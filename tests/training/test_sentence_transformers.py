@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers as hf
 from datasets import Dataset
 from huggingface_hub import ModelCard
@@ -200,8 +201,12 @@ def test_a_sparse_encoder(tmp_path: Path, alone: Any) -> None:
 def test_texts_alone_teach(tmp_path: Path) -> None:
     model = encoder(tmp_path)
     before = answers("SentenceTransformer", model)
+    shares = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    MoQDistillation(model, dropout=True)
+    assert shares == [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)] != []
     weights = {"similarity": 1.0, "embedding": 2.0, "relations": 0.5, "hidden": 0.1}
     loss = MoQDistillation(model, **weights)
+    assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)) and all(shares)
     callback = train("SentenceTransformer", model, tmp_path / "run", {"text": TEXTS}, loss, bits=2, embeddings=2)
     check_delivered(callback, "SentenceTransformer", model)
     # The teacher is what the model was; each part of the loss is logged.
