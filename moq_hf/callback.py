@@ -420,7 +420,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         )
         if not is_taught and config.distillation != DistillationConfig():
             notes.append(
-                "distillation without effect: it is of a MoQTrainer with a teacher, or with float_first"
+                "distillation without effect: it needs a MoQTrainer with a teacher, or float_first"
             )
         for note in notes:
             logger.warning("moq_hf: %s", note)

@@ -148,7 +148,7 @@ class MoQTrainer(Trainer):
         self.teacher_fingerprint: int | None = None
         self._loss_checked = self._loss_called = self._rates_restart = False
         self._saving_checkpoint = False
-        # What the student drops out when it does not follow a teacher.
+        # What was switched off in the student, to be switched on again.
         self._dropped: list[tuple[nn.Module, str, float]] = []
         # Sums over micro-batches since the last log, and how many there were.
         self._parts: dict[str, Any] = Counter()
@@ -193,9 +193,7 @@ class MoQTrainer(Trainer):
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            for module, name, share in self._dropped:
-                setattr(module, name, share)
-            self._dropped.clear()
+            self._restore_dropout()
 
     def loss_parts(self) -> dict[str, float]:
         """The parts of the loss with a teacher, before their weights; means since this was last called.
@@ -311,6 +309,8 @@ class MoQTrainer(Trainer):
         """
         phase = self._float_phase
         self._parts.clear()
+        # After running out of memory in the second phase a run may begin again.
+        self._restore_dropout()
         if phase is None:
             self._begin_following("with a teacher,")
             return
@@ -360,6 +360,11 @@ class MoQTrainer(Trainer):
             words += "; dropout is off" if self._dropped else ""
         if self.is_world_process_zero():
             tqdm.write(f"moq_hf: {text} the loss is {words}")
+
+    def _restore_dropout(self) -> None:
+        for module, name, share in self._dropped:
+            setattr(module, name, share)
+        self._dropped.clear()
 
     @property
     def is_float_first(self) -> bool:

@@ -24,7 +24,6 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from ..config_fields import DistillationConfig
@@ -177,14 +176,14 @@ class MoQDistillation(nn.Module):
         model: The `SentenceTransformer` that the Trainer has.
         teacher: A float one, another object; None copies `model` as it is now, before a
             Trainer has it.
-        dropout: Whether the model keeps its dropout, which is switched off in it
-            otherwise.
+        dropout: Whether the model keeps its dropout, which the first batch switches off
+            otherwise, for good.
         **weights: `similarity`, `embedding`, `relations` and `hidden`, as in the
             config's `distillation`. Those left out are 0; without any, `similarity` and
             `embedding` are 1.
 
     Raises:
-        MoQConfigError: A weight is none.
+        MoQConfigError: A weight is none, or `dropout` is no bool.
         MoQError: There is no teacher, and the model is quantized already; or the teacher
             has another vocabulary, or does not fit what is compared.
 
@@ -207,20 +206,21 @@ class MoQDistillation(nn.Module):
             )
         weights = weights or {"similarity": 1.0, "embedding": 1.0}
         given: dict[str, Any] = dict.fromkeys(PARTS, 0.0) | weights
-        self.config = DistillationConfig(**given)
+        self.config = DistillationConfig(**given, dropout=dropout)
         if teacher is not None:
             _check_teacher(model, teacher, self.config, ("vocab_size",))
         self.model = model
         self.teacher = copy.deepcopy(model) if teacher is None else teacher
         self.teacher.requires_grad_(False)
-        if not dropout:
-            switch_off_dropout(model)
 
     def forward(
         self, sentence_features: Iterable[Mapping[str, Any]], labels: Any = None
     ) -> dict[str, Tensor]:
         """The parts of the loss for a batch, scalars; `sentence_features` has the tokens of each column."""
         self.teacher.eval()
+        # Here, since a search for hyperparameters gives it another model for each trial.
+        if not self.config.dropout:
+            switch_off_dropout(self.model)
         total: dict[str, Any] = Counter()
         columns = list(sentence_features)
         for features in columns:
@@ -253,12 +253,13 @@ class MoQDistillation(nn.Module):
 def switch_off_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
     """Have a model in training drop nothing: no units, no paths and no layers.
 
-    A student that drops is noise around what it is to match, which the teacher computes
-    without. What a model reads from its config at each call stays: Wav2Vec2's layerdrop.
+    Dropout is noise around what a student is to match, since the teacher computes
+    without. What a model reads from its config at each call stays: Wav2Vec2's layerdrop,
+    ProphetNet's dropout.
 
     Returns:
         Each module that dropped, the attribute that says how much, and the share, above 0
-        up to 1, that it was.
+        up to 1, that it had.
     """
     shares = [
         (module, name, share)
@@ -272,11 +273,13 @@ def switch_off_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
 
 
 def _is_dropout(module: nn.Module, name: str) -> bool:
-    """Whether an attribute is a share that is dropped: `p` in PyTorch's modules, and by its name in transformers'.
+    """Whether an attribute is a share that is dropped, by its name: attention_dropout, resid_pdrop, layerdrop, ...
 
-    Those are attention_dropout, resid_pdrop, drop_prob, layerdrop and the like.
+    Modules of Sentence Transformers save some; the modules inside of them drop.
     """
-    return "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
+    if name == "p":
+        return "Dropout" in type(module).__name__
+    return "drop" in name and name not in getattr(module, "config_keys", ())
 
 
 def fingerprint(teacher: nn.Module) -> int:

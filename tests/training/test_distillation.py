@@ -262,7 +262,7 @@ def test_weights_without_a_teacher_are_told(tmp_path: Path, caplog: pytest.LogCa
     new_trainer(tmp_path / "taught", taught, new_model(2), max_steps=1).train()
     assert "distillation without effect" not in caplog.text
     new_trainer(tmp_path / "alone", taught, max_steps=1).train()
-    assert "distillation without effect: it is of a MoQTrainer with a teacher, or with float_first" in caplog.text
+    assert "distillation without effect: it needs a MoQTrainer with a teacher, or float_first" in caplog.text
 
 
 def test_a_teacher_in_hand_is_frozen_and_untouched(tmp_path: Path) -> None:

@@ -236,6 +236,28 @@ def test_after_a_resumed_run_the_loss_of_a_new_one_is_no_sum(tmp_path: Path) -> 
     assert losses[0] == losses[1] < 1
 
 
+class Greedy(MoQTrainer):
+    """Has memory for no more than 3 rows once it follows a teacher; notes what it drops out at each step."""
+
+    dropped: list[tuple[bool, float]] | None = None
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        shares = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+        if model.training:
+            self.dropped = [*(self.dropped or []), (self._teacher is not None, max(shares))]
+        if self._teacher is not None and len(inputs["input_ids"]) > 3:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_dropout_is_off_beside_the_teacher_alone(tmp_path: Path) -> None:
+    trainer = float_first(tmp_path, kind=Greedy, trainer={"model": new_model()}, auto_find_batch_size=True, max_steps=8)
+    trainer.train()
+    assert isinstance(trainer, Greedy)
+    assert trainer.dropped == [*[(False, 0.1)] * 4, (True, 0.0), *[(False, 0.1)] * 4, *[(True, 0.0)] * 4]
+    assert {module.p for module in trainer.model.modules() if isinstance(module, torch.nn.Dropout)} == {0.1}
+
+
 def test_clip_follows_its_scores_of_pairs(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {**sizes, "vocab_size": 60, "max_position_embeddings": 16}

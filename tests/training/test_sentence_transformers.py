@@ -201,12 +201,8 @@ def test_a_sparse_encoder(tmp_path: Path, alone: Any) -> None:
 def test_texts_alone_teach(tmp_path: Path) -> None:
     model = encoder(tmp_path)
     before = answers("SentenceTransformer", model)
-    shares = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
-    MoQDistillation(model, dropout=True)
-    assert shares == [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)] != []
     weights = {"similarity": 1.0, "embedding": 2.0, "relations": 0.5, "hidden": 0.1}
     loss = MoQDistillation(model, **weights)
-    assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)) and all(shares)
     callback = train("SentenceTransformer", model, tmp_path / "run", {"text": TEXTS}, loss, bits=2, embeddings=2)
     check_delivered(callback, "SentenceTransformer", model)
     # The teacher is what the model was; each part of the loss is logged.
@@ -216,6 +212,18 @@ def test_texts_alone_teach(tmp_path: Path) -> None:
     assert not json.loads((tmp_path / "run" / "quantized" / "config.json").read_text()).get("output_hidden_states")
     with pytest.raises(MoQError, match="the model is quantized already: give a float teacher"):
         MoQDistillation(model)
+
+
+@noisy
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_encoder_trains_without_dropout_and_its_files_keep_it(kept: bool, tmp_path: Path) -> None:
+    model = encoder(tmp_path, parts.Dropout(0.25))
+    loss = MoQDistillation(model, dropout=kept)
+    train("SentenceTransformer", model, tmp_path / "run", {"text": TEXTS}, loss, bits=2)
+    shares = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+    assert shares == ({0.1, 0.25} if kept else {0.0})
+    config = json.loads((tmp_path / "run" / "quantized" / "2_Dropout" / "config.json").read_text())
+    assert config["dropout"] == 0.25
 
 
 @noisy
