@@ -218,9 +218,7 @@ PLANS = {
     # With dropout beside the teacher and without.
     "dropout": Plan(
         tuple(
-            replace(arm, dropout=dropout)
-            for dropout in (False, True)
-            for arm in (taught(2, "per channel, full"), finished(2))
+            replace(a, dropout=kept) for a in (taught(2, "per channel, full"), finished(2)) for kept in (False, True)
         ),
         seeds=(1, 2, 3, 4),
     ),
