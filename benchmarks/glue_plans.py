@@ -20,12 +20,14 @@ LATER: dict[str, Any] = {
 LONG_RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 1e-4}
 MIDDLE = "basic QAT from the middle of a run, no teacher"
 OWN, LONG_OWN = -1.0, -2.0  # Stand for the task's of `RATES` and of `LONG_RATES`.
+TABLES = "per channel, full, tables at 8 bits"
 GROUPS: dict[str, dict[str, Any]] = {
     "8 blocks": {"quantize_groups": 8, "quantize_algo": {"range": "narrow"}},
     "per channel": {"quantize_groups": "per_channel", "quantize_algo": {"range": "narrow"}},
     "groups of 64": {"quantize_group_size": 64, "quantize_algo": {"range": "narrow"}},
     "groups of 32": {"quantize_group_size": 32, "quantize_algo": {"range": "narrow"}},
     "per channel, full": {"quantize_groups": "per_channel", "quantize_algo": {"range": "full"}},
+    TABLES: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full"}, "quantize_embeddings": "auto"},
     "groups of 64, full": {"quantize_group_size": 64, "quantize_algo": {"range": "full"}},
     "groups of 32, full": {"quantize_group_size": 32, "quantize_algo": {"range": "full"}},
     "groups of 128, full": {"quantize_group_size": 128, "quantize_algo": {"range": "full"}},
@@ -215,10 +217,15 @@ PLANS = {
         tasks=("mrpc", "cola", "sst2"),
         bf16=True,
     ),
-    # With dropout beside the teacher and without.
+    # With dropout beside the teacher and without, and what tables at 8 bits change.
     "dropout": Plan(
-        tuple(
-            replace(a, dropout=kept) for a in (taught(2, "per channel, full"), finished(2)) for kept in (False, True)
+        (
+            replace(LONG, after=(8, 4, 3, 2), after_groups=("per channel, full", TABLES)),
+            *(
+                replace(arm, dropout=kept)
+                for arm in (finished(2), taught(2, "per channel, full"))
+                for kept in (False, True)
+            ),
         ),
         seeds=(1, 2, 3, 4),
     ),

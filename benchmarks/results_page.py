@@ -126,6 +126,19 @@ def grids() -> list[list[Any]]:
     return found
 
 
+def tables_at_8_bits() -> list[float]:
+    """What rounding the tables to 8 bits too adds to the score of each rounded model, in points."""
+    found = []
+    for task in TWO:
+        for bits in (8, *BITS):
+            plain, coarse = (
+                scores(task, in_float32(RECIPES["rounding"])._replace(groups=groups), bits)
+                for groups in ("per channel, full", glue_plans.TABLES)
+            )
+            found += [coarse[seed] - plain[seed] for seed in plain.keys() & coarse.keys()]
+    return found
+
+
 class Change(NamedTuple):
     """An arm at each of its bits, and what it is held against at the same bits."""
 
@@ -148,6 +161,16 @@ def taught(name: str = "", groups: str = "per channel, full", **more: Any) -> Wa
 def old(name: str, groups: str = "per channel", **more: Any) -> Ways:
     """An arm in float32 with narrow ranges."""
     return Ways(name, groups, bf16=False, **more)
+
+
+def in_float32(ways: Ways) -> Ways:
+    """The same runs, computed in float32."""
+    return ways._replace(bf16=False)
+
+
+def calm(ways: Ways) -> Ways:
+    """Those without dropout beside the teacher."""
+    return in_float32(ways)._replace(dropout=False)
 
 
 def same(name: str) -> Ways:
@@ -178,6 +201,7 @@ CHANGES = {
         Change("groups of 64", at(taught(groups="groups of 64, full"), 2), TWO),
         Change("asymmetric", at(taught(groups="per channel, asymmetric"), 2), TWO),
         Change("no teacher", at(taught(", no teacher"), 2), TWO),
+        Change("no dropout beside the teacher", at(calm(MOQ_HF), 2), TWO, in_float32(MOQ_HF)),
         Change("a constant learning rate in the float phase", at(taught(" at a constant rate"), 2), TWO),
         Change("half of the learning rate at 2 bits", at(taught(rates={"sst2": 1e-4}), 2), ONE),
         Change("a quarter of it", at(taught(rates={"sst2": 5e-5}), 2), ONE),
@@ -191,6 +215,7 @@ CHANGES = {
     ),
     "half as many steps from a finished float model, which is the teacher": (
         Change("groups of 32", at(FINISHED_32, 2), against=FINISHED),
+        Change("no dropout", at(calm(FINISHED), 2), TWO, in_float32(FINISHED)),
         Change("relations of queries, keys and values too", at(same("with relations"), 2), against=FINISHED),
         Change("hardened: blended in over the first half", at(same("hardened over the first half"), 2), TWO, FINISHED),
         Change("learned steps (LSQ)", at(same("learned steps"), 2), TWO, FINISHED),

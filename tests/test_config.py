@@ -215,7 +215,7 @@ OTHERS: dict[str, Any] = {
     "blend": BlendConfig(enabled=True, quantize_change_ratio=0.25),
     "eigenvalue": EigenvalueConfig(enabled=True, layer_name="a.b", layer_num=3, method="power"),
     "sensitivity": SensitivityConfig(measure="divergence"),
-    "distillation": DistillationConfig(teacher="x", logits=2.0, hidden=0.5, labels=0.0),
+    "distillation": DistillationConfig(teacher="x", logits=2.0, hidden=0.5, labels=0.0, dropout=True),
     "activations": ActivationConfig(enabled=True, bits=7, scale="per_tensor", start_step=5),
     "modules_to_not_convert": ("a", "b.*"),
     "lora": "merged",
