@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,38 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     assert sum(rows[task][0] < rows[task][2] for task in report_study.TASKS.values()) == 2
     near = lead(2, results_page.FINISHED, ours)
     assert is_noise(near) and f"from a finished model end near it ({near})" in text
+
+
+def gains_without_dropout(ways: report_study.Ways, *tasks: str) -> str:
+    """At 2 bits, in float32."""
+    runs = [results_page.calm(ways), results_page.in_float32(ways)]
+    return report_study.paired(*(report_study.average(tasks, each, 2) for each in runs))
+
+
+def test_what_is_said_of_dropout() -> None:
+    ours, finished = results_page.MOQ_HF, results_page.FINISHED
+    cola, sst2, both = (gains_without_dropout(ours, *tasks) for tasks in (("cola",), ("sst2",), results_page.TWO))
+    assert is_win(cola) and is_win(both) and is_noise(sst2)
+    told = f"CoLA gains {cola} points, SST-2 {sst2}, both {both} on average (four seeds, in float32)."
+    assert told.replace("gains +", "gains ").replace("both +", "both ") in results_text("recipes")
+    assert f"that is worth another {both.removeprefix('+')} points on SST-2 and CoLA" in which_preset()
+    assert f"SST-2 and CoLA gain {both.removeprefix('+')} points at 2 bits" in readme()
+    float32 = report_study.LONG._replace(bf16=False)
+    lost = []
+    for task in ("cola", "sst2"):
+        assert float(gains_without_dropout(finished, task).split(" ")[0]) > 0
+        own = report_study.scores(task, results_page.calm(finished), 2)
+        lost.append(report_study.paired(own, report_study.scores(task, float32)).split(" ")[0].lstrip("-"))
+    assert "both gain, and end {} and {} points below it (two seeds)".format(*lost) in results_text("recipes")
+
+
+def test_what_tables_at_8_bits_change() -> None:
+    changes = results_page.tables_at_8_bits()
+    most, mean = max(map(abs, changes)), abs(statistics.fmean(changes))
+    told = (
+        f"8 bits moved them by {most:.1f} points at most in {len(changes)} rounded models, and by {mean:.1f} on average"
+    )
+    assert told in readme()
 
 
 def test_what_is_said_of_other_tasks() -> None:
