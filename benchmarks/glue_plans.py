@@ -56,7 +56,7 @@ class Arm:
         warm_decay: Of the learning rate of that float run.
         decay: Of the learning rate, as Trainer's `lr_scheduler_type`; the restart of `RESTART` is in the middle.
         averaged: Scored with the mean of the float weights over the last quarter of the steps, quantized.
-        dropout: Whether it drops out while it follows a teacher, as no run does by default.
+        dropout: Whether dropout stays on beside a teacher, where moq_hf switches it off by default.
     """
 
     name: str

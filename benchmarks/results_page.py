@@ -168,8 +168,8 @@ def in_float32(ways: Ways) -> Ways:
     return ways._replace(bf16=False)
 
 
-def calm(ways: Ways) -> Ways:
-    """Those without dropout beside the teacher."""
+def without_dropout(ways: Ways) -> Ways:
+    """The same runs in float32, without dropout beside the teacher."""
     return in_float32(ways)._replace(dropout=False)
 
 
@@ -201,7 +201,7 @@ CHANGES = {
         Change("groups of 64", at(taught(groups="groups of 64, full"), 2), TWO),
         Change("asymmetric", at(taught(groups="per channel, asymmetric"), 2), TWO),
         Change("no teacher", at(taught(", no teacher"), 2), TWO),
-        Change("no dropout beside the teacher", at(calm(MOQ_HF), 2), TWO, in_float32(MOQ_HF)),
+        Change("no dropout beside the teacher", at(without_dropout(MOQ_HF), 2), TWO, in_float32(MOQ_HF)),
         Change("a constant learning rate in the float phase", at(taught(" at a constant rate"), 2), TWO),
         Change("half of the learning rate at 2 bits", at(taught(rates={"sst2": 1e-4}), 2), ONE),
         Change("a quarter of it", at(taught(rates={"sst2": 5e-5}), 2), ONE),
@@ -215,7 +215,7 @@ CHANGES = {
     ),
     "half as many steps from a finished float model, which is the teacher": (
         Change("groups of 32", at(FINISHED_32, 2), against=FINISHED),
-        Change("no dropout", at(calm(FINISHED), 2), TWO, in_float32(FINISHED)),
+        Change("no dropout", at(without_dropout(FINISHED), 2), TWO, in_float32(FINISHED)),
         Change("relations of queries, keys and values too", at(same("with relations"), 2), against=FINISHED),
         Change("hardened: blended in over the first half", at(same("hardened over the first half"), 2), TWO, FINISHED),
         Change("learned steps (LSQ)", at(same("learned steps"), 2), TWO, FINISHED),

@@ -212,14 +212,11 @@ class DistillationConfig:
             "weight of the relations between tokens in the last layer: of queries, of keys, of values (MiniLMv2)"
         ),
     ] = 0.0
-    # Logits, hidden and labels as in the runs of docs/results.md, "Scores at equal steps".
+    # Logits, hidden, labels and dropout as docs/results/recipes.md has them.
     labels: Annotated[Weight, key("weight of the task's own loss")] = 1.0
-    # Off as in docs/results/recipes.md, "What was tried".
     dropout: Annotated[
         Flag,
-        key(
-            "true: the student trains with its dropout, as it would without a teacher; false: without"
-        ),
+        key("whether the model trains with dropout, as it would without a teacher"),
     ] = False
 
 

@@ -322,10 +322,10 @@ class MoQTrainer(Trainer):
         if has_begun:
             phase.go_on()
             self._take(phase)
+            self._begin_following("the float phase is over:")
         else:
             phase.begin(cast(MoQCallback, self.moq).offset(self.state))
             self._take(None)
-        self._begin_following("the float phase is over:")
         if has_begun and teacher_before != self.teacher_fingerprint:
             raise MoQError(
                 f"cannot resume: the model in {phase.folder} is not the float model of this run: it was written "

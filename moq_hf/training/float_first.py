@@ -20,7 +20,7 @@ from .distillation import load_teacher
 
 logger = logging.getLogger(__name__)
 
-# Half of the steps, as in docs/results.md.
+# Half of the steps, as in docs/results/recipes.md.
 DEFAULT_SHARE = 0.5
 FOLDER = "float"
 METRICS = "eval_results.json"

@@ -28,7 +28,6 @@ CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 4, "target_bits": 2},
     "quantize_schedule": {"quantize_period": 1, "allow_unreached": True},
 }
-KEPT = {"distillation": {"dropout": True}}
 EIGHT = {**CONFIG, "quantize_bits": {"start_bits": 8, "target_bits": 8}}
 
 
@@ -222,7 +221,8 @@ def test_a_student_trains_without_dropout_and_has_it_again_afterwards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends = []
-    for share, config in ((0.0, CONFIG), (0.5, CONFIG), (0.5, {**CONFIG, **KEPT})):
+    kept = {**CONFIG, "distillation": {"dropout": True}}
+    for share, config in ((0.0, CONFIG), (0.5, CONFIG), (0.5, kept)):
         pupil = new_model(1, hidden_dropout_prob=share, attention_probs_dropout_prob=share)
         new_trainer(tmp_path, config, new_model(2), pupil).train()
         ends.append(pupil.state_dict())
