@@ -14,7 +14,7 @@ RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
 RESTART = "cosine_with_restarts"
 # Keys of a run that its identity leaves out at these values.
 LATER: dict[str, Any] = {
-    "bf16": False, "warm_times": 1, "warm_decay": "linear", "averaged": False, "dropout": True
+    "bf16": False, "warm_times": 1, "warm_decay": "linear", "averaged": False, "dropout": True, "gpu": False
 }  # fmt: skip
 # The same for float models of twice the epochs, on every task, by the plan "rates".
 LONG_RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 1e-4}
@@ -56,7 +56,8 @@ class Arm:
         warm_decay: Of the learning rate of that float run.
         decay: Of the learning rate, as Trainer's `lr_scheduler_type`; the restart of `RESTART` is in the middle.
         averaged: Scored with the mean of the float weights over the last quarter of the steps, quantized.
-        dropout: Whether dropout stays on beside a teacher, where moq_hf switches it off by default.
+        dropout: Whether dropout stays on: beside a teacher, where moq_hf switches it off by default, or in a run
+            without one.
     """
 
     name: str
@@ -128,16 +129,18 @@ class Plan:
 
     Attributes:
         bf16: Computed in bfloat16.
+        gpu: Trained on a GPU.
     """
 
     arms: tuple[Arm, ...]
     tasks: tuple[str, ...] = ("sst2", "cola", "mrpc")
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     bf16: bool = False
+    gpu: bool = False
 
     def run(self, arm: Arm, task: str, seed: int, rows: int | None = None) -> "Run":
         """One of its runs."""
-        return Run(arm, task, seed, rows, self.bf16)
+        return Run(arm, task, seed, rows, self.bf16, self.gpu)
 
 
 CHANNELS: dict[str, Any] = {"groups": "per channel"}
@@ -163,6 +166,16 @@ def finished(bits: int, groups: str = "per channel, full") -> Arm:
     moq = {"distillation": {"teacher": LONG_OWN, "labels": 1.0}}
     name = "basic QAT from a finished float model"
     return qat(bits, name, moq, groups=groups, learning_rate=LONG_OWN, warm=LONG_OWN, warm_times=2)
+
+
+def shared(bits: int, share: float, **more: Any) -> Arm:
+    """Float first with that share of the steps in float, whose model is the teacher of the others."""
+    moq = {"distillation": {"teacher": LONG_OWN, "labels": 1.0}}
+    name = f"basic QAT, float first, {share:g} of the steps in float"
+    return qat(
+        bits, name, moq, groups="per channel, full", warm=LONG_OWN, times=2 * (1 - share), warm_times=2 * share,
+        dropout=False, **more,
+    )  # fmt: skip
 
 
 def budget(measure: str) -> dict[str, Any]:
@@ -229,6 +242,25 @@ PLANS = {
         ),
         seeds=(1, 2, 3, 4),
     ),
+    # Float first as it is since dropout beside the teacher is off, and what it is held against, all on one GPU.
+    "gpu rates": Plan(
+        tuple(replace(LONG, learning_rate=rate, dropout=False) for rate in (1e-4, 5e-5, 2e-4)),
+        seeds=(1,),
+        bf16=True,
+        gpu=True,
+    ),
+    "gpu": Plan(
+        (
+            replace(LONG, after=(4, 3, 2), after_groups=LOW_GRIDS[1:]),
+            *(replace(taught(bits, "per channel, full"), dropout=False) for bits in (2, 3, 4)),
+            *(shared(bits, 0.75) for bits in (2, 3, 4)),
+            replace(LONG, dropout=False),
+            *(qat(bits, "basic QAT, all steps", times=2, groups="per channel, full") for bits in (2, 3, 4)),
+            replace(finished(2), dropout=False),
+        ),
+        bf16=True,
+        gpu=True,
+    ),
     # 3 bits on average, chosen on the float model, and 3 bits throughout.
     "budgets": Plan(
         (
@@ -291,6 +323,7 @@ class Run:
     seed: int
     rows: int | None = None
     bf16: bool = False
+    gpu: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arm", self.arm.on(self.task))

@@ -86,7 +86,7 @@ def folder_of(run: Run) -> str:
     """The name of a float model's folder."""
     rows = "" if run.rows is None else f"-{run.rows}"
     kind = "" if run.arm.decay == "linear" else f"-{run.arm.decay}"
-    kind += "-bf16" * run.bf16
+    kind += "-bf16" * run.bf16 + "-gpu" * run.gpu + "-no-dropout" * (not run.arm.dropout)
     return f"{run.task}-{run.seed}-{run.arm.learning_rate:g}-{run.epochs:g}{rows}{kind}"
 
 
@@ -147,12 +147,13 @@ def execute(run: Run, is_trained: bool) -> list[dict[str, Any]]:
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
     shutil.rmtree(trainer.args.output_dir, ignore_errors=True)
     shape = trainer.model.config
+    gpu = {"gpu": torch.cuda.get_device_name()} if run.gpu else {}
     common = {
         **run.identity(),
         # A folder's name says nothing to others, and is nobody's business.
         "model": f"{shape.model_type}, {shape.num_hidden_layers} layers of {shape.hidden_size}",
         "versions": versions("torch", "transformers"),
-        "machine": {**machine(), "threads": torch.get_num_threads()},
+        "machine": {**machine(), "threads": torch.get_num_threads(), **gpu},
     }
     timed = {"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)}
     lines = [] if is_trained else [{**line_of(trainer, run), **timed, **common}]
@@ -169,7 +170,6 @@ def execute(run: Run, is_trained: bool) -> list[dict[str, Any]]:
 
 def trainer_of(run: Run, here: Machine, is_trained: bool = False) -> Any:
     """The trainer of a run, which writes to a folder of its own; with the model that it ended with, if there is one."""
-    import torch
     from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, TrainingArguments, set_seed
     from transformers.trainer_callback import PrinterCallback
 
@@ -193,14 +193,17 @@ def trainer_of(run: Run, here: Machine, is_trained: bool = False) -> Any:
         logging_strategy="epoch",
         report_to="none",
         disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=not run.gpu,
     )
     set_seed(run.seed)
     teacher = run.teacher()
     source = here.float_model(teacher) if teacher is not None and run.arm.warm else here.model
     if is_trained:
         source = here.float_model(run)
-    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=len(TASKS[run.task].labels))
+    # Beside a teacher the product's own switch turns it off, below.
+    off = {} if run.arm.dropout or teacher else {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    labels = len(TASKS[run.task].labels)
+    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=labels, **off)
     config = copy.deepcopy(run.arm.config())
     if config is not None and teacher is not None and "distillation" in config:
         config["distillation"] |= {"teacher": str(here.float_model(teacher)), "dropout": run.arm.dropout}
@@ -340,6 +343,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = [json.loads(line) for line in text.splitlines()]
     runs = list(waiting(args, lines))
     done = {key_of(line) for line in lines if line["arm"] != "after training"}
+    import torch
+
+    if any(run.gpu for run in runs) and not args.list and not torch.cuda.is_available():
+        parser.error("there is no CUDA device for a plan of a GPU; choose others with --plan")
     if args.list:
         for run in runs:
             print(run.task, run.seed, run.arm.name, run.arm.bits, run.arm.groups, f"{run.arm.learning_rate:g}")

@@ -30,7 +30,8 @@ class Ways(NamedTuple):
         rates: Learning rate by task.
         bf16: Computed in bfloat16.
         averaged: Scored with the mean of the last weights.
-        dropout: With dropout beside a teacher.
+        dropout: With dropout beside a teacher, or throughout a run without one.
+        gpu: Trained on a GPU.
     """
 
     arm: str
@@ -40,6 +41,7 @@ class Ways(NamedTuple):
     bf16: bool = True
     averaged: bool = False
     dropout: bool = True
+    gpu: bool = False
 
 
 FLOAT = Ways("float", "8 blocks")
@@ -73,6 +75,7 @@ def scores(task: str, ways: Ways, bits: int = 32) -> dict[int, float]:
         "bf16": ways.bf16,
         "averaged": ways.averaged,
         "dropout": ways.dropout,
+        "gpu": ways.gpu,
         "held_out": None,  # As lines have it that were scored on rows held out of training.
     }
     own = [line for line in lines() if all(line.get(name, LATER.get(name)) == wanted[name] for name in wanted)]

@@ -21,7 +21,7 @@ from .inputs import InputObserver
 from .processes import is_sharded
 from .quantizer import RoundingSeed
 from .schedule import FLOAT_BITS
-from .seams.transformers import is_transformed
+from .seams.transformers import is_exporting, is_transformed
 from .weight_matrix import Kind, from_rows, parameter_of, to_rows
 
 # Every call of a module runs this code, whatever the module's class is.
@@ -58,7 +58,7 @@ _apply = super(torch.autograd.Function, _StraightThrough).apply
 
 def straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
     """The quantized weight, whose gradient is that of the float weight."""
-    if torch.compiler.is_exporting() and torch.is_grad_enabled():
+    if is_exporting() and torch.is_grad_enabled():
         # Of a Function torch.export keeps what it computes, and not its gradient.
         return quantized + (weight - weight.detach()).to(quantized.dtype)
     plain = not torch.compiler.is_compiling() and not is_transformed()
@@ -226,7 +226,7 @@ class LayerState:
         """
         if dtype is None:
             dtype = _matmul_dtype(weight)
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() and not is_exporting():
             merged = self.merged(weight)
             return cast(Tensor, fake_quantize_in_graph(merged, self.number, dtype))
         self.used = True
@@ -235,7 +235,7 @@ class LayerState:
         changes = training or torch.is_grad_enabled() or self.handed_over
         # What torch.func and torch.export trace has no memory of its own, by which a
         # copy would be known.
-        if changes or is_transformed() or torch.compiler.is_exporting():
+        if changes or is_transformed() or is_exporting():
             self.copies.clear()
             weight = self.merged(weight)
             quantized = self.fake_quantize(weight, dtype)

@@ -793,6 +793,21 @@ def test_trained_copies(tiny_bert: hf.BertForSequenceClassification) -> None:
     assert all(parameter.requires_grad for parameter in copies.parameters())
 
 
+def test_is_exporting() -> None:
+    found: list[bool] = []
+
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            exporting = seams.is_exporting()
+            found.append(exporting)
+            return x + int(exporting)
+
+    torch.export.export(Asks(), (torch.ones(1),))
+    assert found == [True] and not seams.is_exporting()
+    compiled = torch.compile(lambda x: x + int(seams.is_exporting()), backend="eager")
+    assert float(compiled(torch.ones(1))) == 1
+
+
 def test_is_transformed() -> None:
     found = []
 

@@ -643,6 +643,16 @@ def is_transformed() -> bool:
     )
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces. Up to PyTorch 2.12 `torch.compiler.is_exporting` says so of torch.compile, too.
+
+    Relies on: `torch.compiler._is_exporting_flag`.
+    Breaks: With older versions of PyTorch a compiled model would be compiled anew at each
+    change of bits, and in many pieces.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 # What PEFT puts into a model.
 
 ADAPTED: Final = "base_layer"
