@@ -195,6 +195,7 @@ def test_codes_that_are_floats(name: Format, stochastic: bool) -> None:
         # Before the last drop codes are integers.
         assert agrees(given, 5, grid, seed=SEED, ratio=ratio.clamp(max=1.0))
     weight[24] = torch.finfo(torch.float32).max
+    weight[25] = torch.finfo(torch.float32).min
     assert agrees(weight.to(DEVICE), 4, grid, seed=SEED)
     weight[3, 5] = torch.nan
     weight[9, 5] = -torch.inf

@@ -122,11 +122,13 @@ def fake_quantize_kernel(
     for first in range(0, end, BLOCK_COLS):
         if not ONE_TILE:
             x = _load(X_ptr + starts + first, cols, n_cols - first)
-        if noise_ptr is None:
-            noise = None
+        noise = None
+        if noise_ptr is not None:
+            noise = _load(noise_ptr + starts + first, cols, n_cols - first)
+        if noise_ptr is None and FORMAT == "int":
             code = _divide(x, divisor, shift, inverse)
         else:
-            noise = _load(noise_ptr + starts + first, cols, n_cols - first)
+            # A weight that a scale of E4M3 clips can be too large for the shift.
             code = tl.div_rn(x, scale)
         if FORMAT == "int":
             code = _code(code, noise, low, high)
