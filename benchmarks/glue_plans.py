@@ -14,7 +14,8 @@ RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
 RESTART = "cosine_with_restarts"
 # Keys of a run that its identity leaves out at these values.
 LATER: dict[str, Any] = {
-    "bf16": False, "warm_times": 1, "warm_decay": "linear", "averaged": False, "dropout": True, "gpu": False
+    "bf16": False, "warm_times": 1, "warm_decay": "linear", "averaged": False, "dropout": True, "gpu": False,
+    "warm_dropout": True,
 }  # fmt: skip
 # The same for float models of twice the epochs, on every task, by the plan "rates".
 LONG_RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 1e-4}
@@ -54,6 +55,7 @@ class Arm:
         warm: Learning rate of the float run whose model it starts from; 0: from the pretrained one.
         warm_times: How many times the task's epochs that float run has.
         warm_decay: Of the learning rate of that float run.
+        warm_dropout: Whether that float run had dropout.
         decay: Of the learning rate, as Trainer's `lr_scheduler_type`; the restart of `RESTART` is in the middle.
         averaged: Scored with the mean of the float weights over the last quarter of the steps, quantized.
         dropout: Whether dropout stays on: beside a teacher, where moq_hf switches it off by default, or in a run
@@ -74,6 +76,7 @@ class Arm:
     decay: str = "linear"
     averaged: bool = False
     dropout: bool = True
+    warm_dropout: bool = True
 
     def on(self, task: str) -> "Arm":
         """Itself with the task's learning rates for `OWN` and `LONG_OWN`, and its step for a share of the run."""
@@ -261,6 +264,29 @@ PLANS = {
         bf16=True,
         gpu=True,
     ),
+    # What else might help it at 2 bits.
+    "gpu variants": Plan(
+        (
+            taught(2, "per channel, full"),
+            taught(
+                2,
+                "per channel, full",
+                name="basic QAT, float first, no dropout at all",
+                dropout=False,
+                warm_dropout=False,
+            ),
+            taught(
+                2,
+                "per channel, full",
+                name="basic QAT, float first, no labels",
+                dropout=False,
+                moq={"distillation": {"teacher": OWN, "labels": 0.0}},
+            ),
+            *(taught(2, "per channel, full", dropout=False, learning_rate=rate) for rate in (4e-4, 2e-4, 1e-4)),
+        ),
+        bf16=True,
+        gpu=True,
+    ),
     # 3 bits on average, chosen on the float model, and 3 bits throughout.
     "budgets": Plan(
         (
@@ -364,4 +390,5 @@ class Run:
                 f"{self.arm.name}: the teacher is a float run at {rate:g}, the start one at {self.arm.warm:g}"
             )
         arm = replace(FLOAT, learning_rate=rate, after=(), times=self.arm.warm_times, decay=self.arm.warm_decay)
+        arm = replace(arm, dropout=self.arm.warm_dropout)
         return replace(self, arm=arm) if rate else None
