@@ -187,6 +187,12 @@ def budget(measure: str) -> dict[str, Any]:
     return {**TAUGHT["moq"], "quantize_bits": bits, "sensitivity": {"measure": measure}}
 
 
+# Float first without dropout in the float phase either.
+DRY = taught(
+    2, "per channel, full", name="basic QAT, float first, no dropout at all", dropout=False, warm_dropout=False
+)
+
+
 PLANS = {
     # Float first, at equal total steps: grids, schedules, and what there is without a float phase.
     "recipes": Plan(
@@ -242,6 +248,8 @@ PLANS = {
                 for arm in (finished(2), taught(2, "per channel, full"))
                 for kept in (False, True)
             ),
+            DRY,
+            replace(LONG, dropout=False),
         ),
         seeds=(1, 2, 3, 4),
     ),
@@ -268,13 +276,7 @@ PLANS = {
     "gpu variants": Plan(
         (
             taught(2, "per channel, full"),
-            taught(
-                2,
-                "per channel, full",
-                name="basic QAT, float first, no dropout at all",
-                dropout=False,
-                warm_dropout=False,
-            ),
+            DRY,
             taught(
                 2,
                 "per channel, full",
