@@ -279,6 +279,48 @@ def arms() -> list[list[Any]]:
     return found
 
 
+# Float first as it is since dropout beside the teacher is off, and what is held against the same float models.
+ON_A_GPU = {
+    "rounding": RECIPES["rounding"],
+    "rounding, groups of 32": RECIPES["rounding, groups of 32"],
+    "basic QAT": RECIPES["basic QAT"],
+    "moq_hf": MOQ_HF._replace(dropout=False),
+    "the same with dropout": MOQ_HF,
+    "the same without dropout in the float phase": Ways(glue_plans.DRY.name, dropout=False),
+    "the same without labels": taught(", no labels", dropout=False),
+    "three quarters of the steps in float": taught(", 0.75 of the steps in float", times=0.5, dropout=False),
+    "from the float model": FINISHED._replace(dropout=False),
+}
+
+
+def on_a_gpu(ways: Ways, bits: int = 32) -> dict[int, float]:
+    """The mean of the three tasks, by seed."""
+    return average(ALL, ways._replace(gpu=True), bits)
+
+
+def gpu_study() -> list[list[Any]]:
+    """Points against float of as many steps, a number a seed: there are two."""
+    reference = on_a_gpu(LONG)
+    found: list[list[Any]] = [["", *(f"{bits} bits" for bits in BITS)]]
+    for name, ways in ON_A_GPU.items():
+        own = [on_a_gpu(ways, bits) for bits in BITS]
+        cells = ["; ".join(f"{each[seed] - reference[seed]:+.1f}" for seed in sorted(each)) for each in own]
+        found.append([name, *cells])
+    return found
+
+
+def gpu() -> list[list[Any]]:
+    """What took how much longer than what on one GPU."""
+    against = {"time over the floor": "the time of its bytes", "step over plain": "a step in float"}
+    found: list[list[Any]] = [["what", "against", "ratio"]]
+    for section in document("gpu")["sections"].values():
+        for row in section["figures"]:
+            what, _, kind = row["what"].rpartition(": ")
+            if kind in against:
+                found.append([what.split(", 85 M")[0], against[kind], f"{row['value']:.2f}"])
+    return found
+
+
 def language_model() -> list[list[Any]]:
     """Perplexity against the float model of as many steps, in percent."""
     return cells_of(perplexity.summary(Lines(RESULTS / "perplexity.jsonl").lines).splitlines())
@@ -579,6 +621,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "equal steps": equal_steps,
     "rates": rates,
     "arms": arms,
+    "two seeds on a gpu": gpu_study,
     "grids": grids,
     "language model": language_model,
     "merged lora": merged_lora,
@@ -586,6 +629,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "other tasks": other_tasks,
     "other libraries": other_libraries,
     "step time": step_time,
+    "gpu": gpu,
     "sizes": sizes,
     "answers": answers,
     "speeds": speeds,

@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification
 from moq_hf import MoQConfig, MoQError, dequantize_model, processes, quantize_model, quantizer, save_quantized
 from moq_hf.eigen import block_eigenvalues
 from moq_hf.layer_state import LayerState
-from moq_hf.model.convert import check_finite, quant_layers
+from moq_hf.model.convert import check_finite, check_scales, quant_layers
 from moq_hf.model.selection import take_inventory
 from moq_hf.processes import gathered_state_dict, whole
 from moq_hf.schedule import FLOAT_BITS
@@ -154,10 +154,10 @@ def test_nan_in_a_sharded_weight_is_found_where_it_is_quantized(alone: None) -> 
     layers = quant_layers(model)
     with torch.no_grad():
         whole(layers["0"].float_weight)[0, 0] = torch.nan
-    for look in (True, False):
+    for check in (check_finite, check_scales):
         model(torch.randn(4, 6))
         with pytest.raises(MoQError, match=r"^NaN or Inf in 0.weight: training has diverged"):
-            check_finite(layers, read_weights=look)
+            check(layers)
     # What is not quantized is not looked at.
     layers["0"].set_bits(FLOAT_BITS)
     check_finite(layers)

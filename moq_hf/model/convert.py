@@ -226,15 +226,11 @@ def restore(layer: QuantLayer) -> None:
     cast(nn.Module, layer).__class__ = base_class(type(layer))
 
 
-def check_finite(
-    layers: Mapping[str, QuantLayer], *, read_weights: bool = True, gather: bool = False
-) -> None:
+def check_finite(layers: Mapping[str, QuantLayer], *, gather: bool = False) -> None:
     """Stop if a quantized weight holds NaN, Inf or what its format cannot, with a single wait for the device.
 
     Args:
         layers: By name.
-        read_weights: Check the weights. Otherwise check the scales of the last forward
-            pass, which costs nothing and notices a step later.
         gather: Check whole weights, so that all processes must call this; otherwise
             check the parts that this process holds.
 
@@ -243,25 +239,39 @@ def check_finite(
     """
     flags: dict[str, Tensor] = {}
     for name, layer in layers.items():
-        seen = layer.moq.scale
-        if read_weights:
-            seen = layer.whole_weight() if gather else local_part(layer.float_weight)
-        else:
-            # Check each scale once, and do not keep it for the next step.
-            layer.moq.scale = None
-        if layer.moq.bits == FLOAT_BITS or seen is None or seen.is_meta:
+        seen = layer.whole_weight() if gather else local_part(layer.float_weight)
+        if layer.moq.bits == FLOAT_BITS or seen.is_meta:
             continue
         flags[name] = seen.isfinite().all()
         fp4 = FP4.get(layer.moq.grid.format)
-        if fp4 is not None and read_weights:
+        if fp4 is not None:
             flags[name] &= (seen.abs() <= fp4.largest).all()
     if not flags:
         return
     device = next(iter(flags.values())).device
     fine = torch.stack([flag.to(device) for flag in flags.values()]).tolist()
-    wrong = [
-        layers[name] for name, is_fine in zip(flags, fine, strict=True) if not is_fine
-    ]
+    _refuse([layers[name] for name, each in zip(flags, fine, strict=True) if not each])
+
+
+def check_scales(layers: Mapping[str, QuantLayer]) -> None:
+    """Stop if a scale of the last forward pass is not finite: `check_finite` a step later, and for almost nothing.
+
+    Raises:
+        MoQError: Names the parameters.
+    """
+    found: dict[torch.device, list[tuple[QuantLayer, Tensor]]] = {}
+    for layer in layers.values():
+        # Each is checked once, and is not kept for the next step.
+        scale, layer.moq.scale = layer.moq.scale, None
+        if scale is not None and not scale.is_meta and layer.moq.bits != FLOAT_BITS:
+            found.setdefault(scale.device, []).append((layer, scale))
+    for own in found.values():
+        # A GPU launches a few kernels for all of them, and not some for each.
+        if not torch.cat([scale.flatten() for _, scale in own]).isfinite().all():
+            _refuse([layer for layer, scale in own if not scale.isfinite().all()])
+
+
+def _refuse(wrong: list[QuantLayer]) -> None:
     if not wrong:
         return
     names = ", ".join(parameter_of(layer.moq.name, layer.kind) for layer in wrong)

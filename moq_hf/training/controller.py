@@ -12,7 +12,7 @@ from torch import nn
 from ..config import MoQConfig
 from ..errors import MoQError, explained
 from ..inputs import load_ranges, ranges_of, update_ranges
-from ..model.convert import check_finite, prepare_model
+from ..model.convert import check_finite, check_scales, prepare_model
 from ..model.inventory import Inventory
 from ..model.selection import split_blocks, take_inventory
 from ..model.sizes import FileSize, ModelSizes
@@ -182,7 +182,7 @@ class MoQController:
         self._write_bits(block for block in self.blocks if due or block in switched)
         update_ranges(inputs_of(self.layers).values())
         self._write_progress()
-        check_finite(self.all_layers, read_weights=False)
+        check_scales(self.all_layers)
         if self.config.verbose:
             for switch in switches:
                 target = (self.schedule.targets or {})[switch.block]
