@@ -317,7 +317,9 @@ def gpu() -> list[list[Any]]:
         for row in section["figures"]:
             what, _, kind = row["what"].rpartition(": ")
             if kind in against:
-                found.append([what.split(", 85 M")[0], against[kind], f"{row['value']:.2f}"])
+                rival = "PyTorch" in what or "torch" in what
+                name = what.replace("the same", "its code") if rival else f"moq_hf, {what.split(', 85 M')[0]}"
+                found.append([name, against[kind], f"{row['value']:.2f}"])
     return found
 
 

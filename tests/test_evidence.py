@@ -294,6 +294,36 @@ def test_what_speed_says_outside_of_its_tables() -> None:
     assert f"up to {100 * max(stochastic) - 100:.0f} % with stochastic rounding" in text
 
 
+def figures(section: str, name: str = "gpu") -> dict[str, Any]:
+    """What a GPU measured, by what it was."""
+    return {row["what"]: row["value"] for row in result(name)["sections"][section]["figures"]}
+
+
+def test_what_is_said_of_a_gpu() -> None:
+    text, steps = results_text("speed"), figures("steps")
+    plain = {rows: steps[f"BERT-base, {rows} x 128: a plain step"] for rows in (8, 32, 64)}
+    assert all(38 < each < 43 for each in plain.values()) and "takes 40 ms with 8 rows and with 64" in text
+    llama = "Llama-1B, 4 x 1024, 4 bits per channel"
+    search = steps[f"{llama}: the same with its share of the search for clipping ratios"]
+    assert f"+{100 * steps[f'{llama}: step over plain'] - 100:.0f} %, and +{100 * search - 100:.0f} %" in text
+    assert steps["BERT-base, 32 x 128, 8 bits per channel: step over plain"] < 1.45 and "takes 1.4 times" in readme()
+    missed = [row for row in results_page.gpu()[1:] if row[1] == "a step in float"]
+    assert missed and all(float(row[2]) > 1.02 for row in missed)
+    numbers = {what: value for what, value in figures("bit equality").items() if "the definition" in what}
+    cases = sum(int(what.rsplit(" ", 1)[1]) for what in numbers)
+    assert set(numbers.values()) == {0} and f"in {cases} of {cases} cases" in text
+    memory = figures("memory")
+    assert memory["held beside it above plain, bytes a quantized weight (predicted: 0)"] <= 0.01
+    assert figures("resume")["resumed: weights bit-equal to those of the whole run"]
+    assert figures("torch.compile")["graphs compiled afterwards"] == 0
+    assert figures("delivery") == {"delivered = evaluated": True}
+    first, again = (figures("tests", name) for name in ("gpu", "gpu_tests"))
+    assert f"One test of {first['tests passed'] + 1} failed" in text and first["tests failed"] == 1
+    assert again["tests failed"] == 0 and again["tests passed"] == first["tests passed"] + 1
+    devices = [result(name)["device"]["name"] for name in ("gpu", "gpu_tests")]
+    assert devices == ["NVIDIA H100 80GB HBM3", "NVIDIA H200"] and "all passed on an H200" in text
+
+
 def losses(name: str, by: str, way: str) -> dict[int, str]:
     """Points of a way against float, of lines that have the scores of several."""
     found = {}

@@ -72,9 +72,3 @@ def test_what_the_tests_install_is_pinned() -> None:
         left += [name for names in re.findall(r"^moq_hf\[(.+)\]$", wanted, re.MULTILINE) for name in names.split(",")]
         wanted = re.sub(r"^moq_hf\[.+\]$", "", wanted, flags=re.MULTILINE)
     assert {"datasets", "matplotlib", "trl"} <= requirement_names(wanted) <= requirement_names("\n".join(pins))
-
-
-def test_no_gpu_is_claimed_without_its_figures() -> None:
-    """As long as there is no result of `make gpu`, the README says so; once there is one, it must not."""
-    measured = (ROOT / "benchmarks" / "results" / "gpu.json").exists()
-    assert (ROOT / "README.md").read_text(encoding="utf-8").count("no GPU has run it yet") == (not measured)

@@ -23,6 +23,7 @@ from model_zoo import (
 )
 from stranger import outputs_of
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2ForSequenceClassification, GPT2Model
 from transformers.pytorch_utils import Conv1D
 
@@ -125,6 +126,31 @@ def test_conv1d_is_quantized_as_the_linear_layer_that_it_is(
     for check in (check_finite, check_scales):
         with pytest.raises(MoQError, match=r"NaN or Inf in 0\.weight"):
             check({"0": conv1d})
+
+
+class Launched(TorchDispatchMode):
+    """The operators that are called, without views, which launch nothing on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_to_check_the_scales_of_many_layers_takes_no_more_operators_than_of_one() -> None:
+    found = []
+    for count in (1, 5):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(count)))
+        quantize_model(model, CONFIG)
+        model(torch.randn(2, 8))
+        with Launched() as launched:
+            check_scales(quant_layers(model))
+        found.append(launched.names)
+    assert found[0] == found[1] and "aten::cat" in found[0]
 
 
 def test_the_inputs_of_conv1d_are_quantized_too() -> None:
