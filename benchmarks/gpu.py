@@ -400,9 +400,14 @@ def find_device(report: Report) -> None:
         report.detail("free_gb", round(torch.cuda.mem_get_info()[0] / 1e9, 1))
         report.detail("state", state())
 
-    found = forked(Section("device", (), 60, look), 60)
+    def look_forked(report: Report) -> None:
+        # A library that begins to use the device when it is imported leaves no process forked that could.
+        with contextlib.suppress(RuntimeError):
+            look(report)
+
+    found = forked(Section("device", (), 60, look_forked), 60)
     report.found["details"] = {**found["details"], "forks": True}
-    if found["status"] != "ok":
+    if "name" not in found["details"]:
         look(report)
         report.detail("forks", False)
 
