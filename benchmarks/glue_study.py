@@ -33,6 +33,7 @@ from glue_plans import EPOCHS, GROUPS, LATER, PLANS, RESTART, Run
 from transformers import TrainerCallback
 
 LENGTH, BATCH, EVAL_BATCH = 128, 32, 128
+DROPOUT = 0.1  # What BERT has.
 METRICS = ("accuracy", "f1", "matthews_correlation", "loss")
 
 
@@ -200,12 +201,17 @@ def trainer_of(run: Run, here: Machine, is_trained: bool = False) -> Any:
     source = here.float_model(teacher) if teacher is not None and run.arm.warm else here.model
     if is_trained:
         source = here.float_model(run)
-    # Beside a teacher the product's own switch turns it off, below.
-    off = {} if run.arm.dropout or teacher else {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    labels = len(TASKS[run.task].labels)
-    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=labels, **off)
     config = copy.deepcopy(run.arm.config())
-    if config is not None and teacher is not None and "distillation" in config:
+    is_taught = config is not None and "distillation" in config
+    # Beside a teacher the product's own switch turns it off, below.
+    share = 0.0 if not is_taught and not run.arm.dropout else DROPOUT
+    model = AutoModelForSequenceClassification.from_pretrained(
+        source,
+        num_labels=len(TASKS[run.task].labels),
+        hidden_dropout_prob=share,
+        attention_probs_dropout_prob=share,
+    )
+    if is_taught:
         config["distillation"] |= {"teacher": str(here.float_model(teacher)), "dropout": run.arm.dropout}
     trainer = MoQTrainer(
         model,
@@ -330,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", required=True)
     parser.add_argument("--data_dir", type=Path, required=True)
-    parser.add_argument("--plan", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--plan", nargs="+", choices=PLANS, help="default: all but those for a GPU")
     parser.add_argument("--tasks", nargs="+", choices=EPOCHS, default=list(EPOCHS))
     parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the plans")
     parser.add_argument("--rows", type=int, help="only the first ones of each set, to try it")
@@ -339,6 +345,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "glue_study.jsonl")
     parser.add_argument("--list", action="store_true", help="tell what is missing and stop")
     args = parser.parse_args(argv)
+    args.plan = args.plan or [name for name, plan in PLANS.items() if not plan.gpu]
     text = args.output.read_text(encoding="utf-8") if args.output.exists() else ""
     lines = [json.loads(line) for line in text.splitlines()]
     runs = list(waiting(args, lines))

@@ -266,7 +266,7 @@ class LayerState:
                     triton_quant.fake_quantize_with_scale,
                     levels=self.levels[weight.device],
                 )
-            values, self.scale = fake_quantize(
+            values, scale = fake_quantize(
                 matrix,
                 self.bits,
                 self.grid,
@@ -275,6 +275,8 @@ class LayerState:
                 blend=self.blend,
                 dtype=dtype,
             )
+            # What is traced has no values that could be looked at afterwards.
+            self.scale = None if is_exporting() else scale
             return from_rows(values, self.kind, weight.shape).contiguous()
 
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
