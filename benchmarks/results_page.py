@@ -48,6 +48,7 @@ MOQ_HF = Ways("basic QAT, float first")
 # That model as start and teacher: half as many steps again.
 FINISHED = Ways("basic QAT from a finished float model", rates=LONG_RATES)
 FINISHED_32 = FINISHED._replace(groups="groups of 32, full")
+DRY = Ways(glue_plans.DRY.name, dropout=False)
 MIDDLE = Ways(glue_plans.MIDDLE, times=2, rates=LONG_RATES)
 # What is compared at equal steps, and what the float model of as many steps is worth when it is rounded.
 RECIPES = {
@@ -202,6 +203,7 @@ CHANGES = {
         Change("asymmetric", at(taught(groups="per channel, asymmetric"), 2), TWO),
         Change("no teacher", at(taught(", no teacher"), 2), TWO),
         Change("no dropout beside the teacher", at(without_dropout(MOQ_HF), 2), TWO, in_float32(MOQ_HF)),
+        Change("none in the float phase either", at(in_float32(DRY), 2), TWO, without_dropout(MOQ_HF)),
         Change("a constant learning rate in the float phase", at(taught(" at a constant rate"), 2), TWO),
         Change("half of the learning rate at 2 bits", at(taught(rates={"sst2": 1e-4}), 2), ONE),
         Change("a quarter of it", at(taught(rates={"sst2": 5e-5}), 2), ONE),
@@ -280,7 +282,6 @@ def arms() -> list[list[Any]]:
 
 
 # Float first as it is now, its variations, and what is held against the same float models.
-DRY = Ways(glue_plans.DRY.name, dropout=False)
 ON_A_GPU = {
     "float without dropout": LONG._replace(dropout=False),
     "rounding": RECIPES["rounding"],
@@ -313,17 +314,36 @@ def gpu_study() -> list[list[Any]]:
     return found
 
 
-def gpu() -> list[list[Any]]:
-    """What took how much longer than what on one GPU."""
-    against = {"time over the floor": "the time of its bytes", "step over plain": "a step in float"}
-    found: list[list[Any]] = [["what", "against", "ratio"]]
-    for section in document("gpu")["sections"].values():
-        for row in section["figures"]:
-            what, _, kind = row["what"].rpartition(": ")
-            if kind in against:
-                rival = "PyTorch" in what or "torch" in what
-                name = what.replace("the same", "its code") if rival else f"moq_hf, {what.split(', 85 M')[0]}"
-                found.append([name, against[kind], f"{row['value']:.2f}"])
+def gpu_figures(section: str, ending: str) -> dict[str, float]:
+    """What was measured on one GPU, by what stands before the ending of its name."""
+    rows = document("gpu")["sections"][section]["figures"]
+    return {row["what"].removesuffix(ending): row["value"] for row in rows if row["what"].endswith(ending)}
+
+
+def gpu_kernels() -> list[list[Any]]:
+    """Time to quantize all weights over that of a copy of as many bytes."""
+    names = {
+        "eager PyTorch": "eager PyTorch, 8 bits per channel",
+        "torch.compile of the same": "the same code by torch.compile",
+        "torchao": "torchao, 8 bits per channel",
+        "8 bits per channel": "moq_hf, 8 bits per channel",
+        "4 bits, groups of 32": "moq_hf, 4 bits, groups of 32",
+        "8 bits stochastic per channel": "moq_hf, 8 bits, stochastic",
+        "2 bits ternary per channel": "moq_hf, 2 bits, narrow: ternary",
+    }
+    measured = {
+        what.split(", 85 M")[0]: value for what, value in gpu_figures("bandwidth", ": time over the floor").items()
+    }
+    return [["weights of BERT-base", "over a copy"], *([name, f"{measured[what]:.1f}"] for what, name in names.items())]
+
+
+def gpu_steps() -> list[list[Any]]:
+    """Milliseconds of a step in float, and a quantized step over it."""
+    plain = gpu_figures("steps", ": a plain step")
+    found: list[list[Any]] = [["model, batch x tokens", "quantized", "float, ms", "step over float"]]
+    for what, ratio in gpu_figures("steps", ": step over plain").items():
+        (model,) = (name for name in plain if what.startswith(f"{name}, "))
+        found.append([model, what.removeprefix(f"{model}, "), f"{plain[model]:.0f}", f"{ratio:.2f}"])
     return found
 
 
@@ -635,7 +655,8 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "other tasks": other_tasks,
     "other libraries": other_libraries,
     "step time": step_time,
-    "gpu": gpu,
+    "gpu kernels": gpu_kernels,
+    "gpu steps": gpu_steps,
     "sizes": sizes,
     "answers": answers,
     "speeds": speeds,
