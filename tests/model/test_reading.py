@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, save_quantized
 from moq_hf import quantizer as q
 from moq_hf.layer_state import in_forward
-from moq_hf.model.convert import check_bypassed_weights, quant_embeddings, quant_layers
+from moq_hf.model.convert import check_bypassed_weights, check_scales, quant_embeddings, quant_layers
 
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 4, "target_bits": 3},
@@ -542,6 +542,8 @@ def test_exported_programs_train_as_the_model_does() -> None:
     quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
     x = torch.randn(3, 8)
     exported = torch.export.export(model, (x,)).module()
+    # Nothing of what was traced is left to be looked at.
+    check_scales(quant_layers(model))
     assert "moq_hf" not in str(exported.graph)
     assert torch.equal(exported(x), model(x))
     for run in (model, exported):
