@@ -108,7 +108,7 @@ def gains_without_dropout(ways: report_study.Ways, *tasks: str) -> str:
 
 
 def test_what_is_said_of_dropout() -> None:
-    ours, finished = results_page.MOQ_HF, results_page.FINISHED
+    ours = results_page.MOQ_HF
     cola, sst2, both = (gains_without_dropout(ours, *tasks) for tasks in (("cola",), ("sst2",), results_page.TWO))
     assert is_win(cola) and is_win(both) and is_noise(sst2)
     cola, both = cola.removeprefix("+"), both.removeprefix("+")
@@ -127,15 +127,8 @@ def test_what_is_said_of_dropout() -> None:
     assert is_noise(four) and told in results_text("recipes")
     assert f"as it is now, 4 bits end at {four} on SST-2 and CoLA" in which_preset()
     more = report_study.paired(dry[2], now[2])
-    assert is_noise(more) and f"without it 2 bits gain {more.removeprefix('+')}, which may be noise" in results_text(
-        "recipes"
-    )
-    lost = []
-    for task in ("cola", "sst2"):
-        assert float(gains_without_dropout(finished, task).split(" ")[0]) > 0
-        own = report_study.scores(task, results_page.without_dropout(finished), 2)
-        lost.append(report_study.paired(own, report_study.scores(task, float32)).split(" ")[0].lstrip("-"))
-    assert "both gain, and end {} and {} points below it (two seeds)".format(*lost) in results_text("recipes")
+    # The table has it.
+    assert is_noise(more) and "In the float phase it stays." in results_text("recipes")
 
 
 def test_what_tables_at_8_bits_change() -> None:
@@ -341,20 +334,7 @@ def test_what_is_said_of_a_gpu() -> None:
 
 
 def test_what_is_said_of_the_recipe_on_a_gpu() -> None:
-    text, dry = results_text("recipes"), report_study.LONG._replace(dropout=False, gpu=True)
-    rates = (5e-5, 1e-4, 2e-4)
-    tried = [
-        [report_study.scores(task, dry._replace(rates={task: rate}))[1] for rate in rates]
-        for task in report_study.TASKS
-    ]
-    more = statistics.fmean(map(max, tried)) - results_page.on_a_gpu(dry)[1]
-    assert f"at its own best of three, seed 1 would gain another {more:.1f} points" in text
-    taught = results_page.MOQ_HF._replace(dropout=False)
-    ends = [
-        results_page.mean(results_page.on_a_gpu(taught._replace(rates=dict.fromkeys(report_study.TASKS, rate)), 2))
-        for rate in (1e-4, 2e-4, 4e-4)
-    ]
-    assert f"ended within {max(ends) - min(ends):.1f} points of each other on average" in text
+    text, taught = results_text("recipes"), results_page.MOQ_HF._replace(dropout=False)
     reference, ours = (
         results_page.on_a_gpu(report_study.LONG),
         [results_page.on_a_gpu(taught, bits) for bits in (4, 3, 2)],
