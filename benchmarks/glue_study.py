@@ -205,12 +205,9 @@ def trainer_of(run: Run, here: Machine, is_trained: bool = False) -> Any:
     is_taught = config is not None and "distillation" in config
     # Beside a teacher the product's own switch turns it off, below.
     share = 0.0 if not is_taught and not run.arm.dropout else DROPOUT
-    model = AutoModelForSequenceClassification.from_pretrained(
-        source,
-        num_labels=len(TASKS[run.task].labels),
-        hidden_dropout_prob=share,
-        attention_probs_dropout_prob=share,
-    )
+    shares = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), share)
+    labels = len(TASKS[run.task].labels)
+    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=labels, **shares)
     if is_taught:
         config["distillation"] |= {"teacher": str(here.float_model(teacher)), "dropout": run.arm.dropout}
     trainer = MoQTrainer(
