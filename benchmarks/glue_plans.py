@@ -171,13 +171,13 @@ def finished(bits: int, groups: str = "per channel, full") -> Arm:
     return qat(bits, name, moq, groups=groups, learning_rate=LONG_OWN, warm=LONG_OWN, warm_times=2)
 
 
-def shared(bits: int, share: float, **more: Any) -> Arm:
+def shared(bits: int, share: float) -> Arm:
     """Float first with that share of the steps in float, whose model is the teacher of the others."""
     moq = {"distillation": {"teacher": LONG_OWN, "labels": 1.0}}
     name = f"basic QAT, float first, {share:g} of the steps in float"
     return qat(
         bits, name, moq, groups="per channel, full", warm=LONG_OWN, times=2 * (1 - share), warm_times=2 * share,
-        dropout=False, **more,
+        dropout=False,
     )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def budget(measure: str) -> dict[str, Any]:
 
 
 # Float first without dropout in the float phase either.
-DRY = taught(
+NO_DROPOUT = taught(
     2, "per channel, full", name="basic QAT, float first, no dropout at all", dropout=False, warm_dropout=False
 )
 
@@ -248,7 +248,7 @@ PLANS = {
                 for arm in (finished(2), taught(2, "per channel, full"))
                 for kept in (False, True)
             ),
-            DRY,
+            NO_DROPOUT,
             replace(LONG, dropout=False),
         ),
         seeds=(1, 2, 3, 4),
@@ -276,7 +276,7 @@ PLANS = {
     "gpu variants": Plan(
         (
             taught(2, "per channel, full"),
-            DRY,
+            NO_DROPOUT,
             taught(
                 2,
                 "per channel, full",

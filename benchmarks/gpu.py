@@ -284,7 +284,7 @@ def _wait(child: int, limit: float) -> int | None:
 
 def without_folders(line: str) -> str:
     """Text with the folders of this machine left out of its paths."""
-    return re.sub(r"(?<![\w.])/(?:[\w.@+-]+/)+", "", line)
+    return re.sub(r"(?<![\w.:/])(?:\.\.)?/(?:[\w.@+-]+/)+", "", line)
 
 
 class Run:

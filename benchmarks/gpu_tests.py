@@ -9,10 +9,8 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from gpu import Report
+from gpu import Report, without_folders
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 OUTCOMES = ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL")
@@ -51,7 +49,7 @@ def outcomes(text: str) -> Counter[str]:
     return Counter(found[0] for line in body if (found := re.search(rf"\b(?:{'|'.join(OUTCOMES)})\b", line)))
 
 
-def run(report: "Report") -> None:
+def run(report: Report) -> None:
     """All of them, or as many as there is time for."""
     began = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
@@ -68,7 +66,7 @@ def run(report: "Report") -> None:
         text = output.read()
     counts = outcomes(text)
     bad = counts["FAILED"] + counts["ERROR"]
-    lines = [re.sub(r"(?<![\w.])/(?:[\w.@+-]+/)+", "", line) for line in text.splitlines()]
+    lines = [without_folders(line) for line in text.splitlines()]
     report.detail("exit_code", code)
     report.detail("left_out", sorted(Path(name).name for name in set(files(True)) - set(command(False))))
     report.detail("failed", [line[:300] for line in lines if re.match(r"(?:FAILED|ERROR) ", line)][:60])

@@ -48,7 +48,7 @@ MOQ_HF = Ways("basic QAT, float first")
 # That model as start and teacher: half as many steps again.
 FINISHED = Ways("basic QAT from a finished float model", rates=LONG_RATES)
 FINISHED_32 = FINISHED._replace(groups="groups of 32, full")
-DRY = Ways(glue_plans.DRY.name, dropout=False)
+NO_DROPOUT = Ways(glue_plans.NO_DROPOUT.name, dropout=False)
 MIDDLE = Ways(glue_plans.MIDDLE, times=2, rates=LONG_RATES)
 # What is compared at equal steps, and what the float model of as many steps is worth when it is rounded.
 RECIPES = {
@@ -203,7 +203,7 @@ CHANGES = {
         Change("asymmetric", at(taught(groups="per channel, asymmetric"), 2), TWO),
         Change("no teacher", at(taught(", no teacher"), 2), TWO),
         Change("no dropout beside the teacher", at(without_dropout(MOQ_HF), 2), TWO, in_float32(MOQ_HF)),
-        Change("none in the float phase either", at(in_float32(DRY), 2), TWO, without_dropout(MOQ_HF)),
+        Change("none in the float phase either", at(in_float32(NO_DROPOUT), 2), TWO, without_dropout(MOQ_HF)),
         Change("a constant learning rate in the float phase", at(taught(" at a constant rate"), 2), TWO),
         Change("half of the learning rate at 2 bits", at(taught(rates={"sst2": 1e-4}), 2), ONE),
         Change("half of the steps", at(taught(", half the steps", times=0.5), 2), TWO),
@@ -286,7 +286,7 @@ ON_A_GPU = {
     "rounding, groups of 32": RECIPES["rounding, groups of 32"],
     "basic QAT": RECIPES["basic QAT"],
     "**float first**": MOQ_HF._replace(dropout=False),
-    "no dropout in float either": DRY,
+    "no dropout in float either": NO_DROPOUT,
     "no labels": taught(", no labels", dropout=False),
     "three quarters in float": taught(", 0.75 of the steps in float", times=0.5, dropout=False),
     "from the float model": FINISHED._replace(dropout=False),

@@ -119,7 +119,7 @@ def test_what_is_said_of_dropout() -> None:
     float32 = report_study.LONG._replace(bf16=False)
     dry, now = (
         {bits: report_study.average(results_page.TWO, ways, bits) for bits in (4, 2)}
-        for ways in (results_page.in_float32(results_page.DRY), results_page.without_dropout(ours))
+        for ways in (results_page.in_float32(results_page.NO_DROPOUT), results_page.without_dropout(ours))
     )
     reference = report_study.average(results_page.TWO, float32)
     four, two = (report_study.paired(now[bits], reference) for bits in (4, 2))
@@ -128,7 +128,7 @@ def test_what_is_said_of_dropout() -> None:
     assert f"as it is now, 4 bits end at {four} on SST-2 and CoLA" in which_preset()
     more = report_study.paired(dry[2], now[2])
     # The table has it.
-    assert is_noise(more) and "In the float phase it stays." in results_text("recipes")
+    assert is_noise(more) and "In the float phase dropout stays." in results_text("recipes")
 
 
 def test_what_tables_at_8_bits_change() -> None:
@@ -335,13 +335,10 @@ def test_what_is_said_of_a_gpu() -> None:
 
 def test_what_is_said_of_the_recipe_on_a_gpu() -> None:
     text, taught = results_text("recipes"), results_page.MOQ_HF._replace(dropout=False)
-    reference, ours = (
-        results_page.on_a_gpu(report_study.LONG),
-        [results_page.on_a_gpu(taught, bits) for bits in (4, 3, 2)],
-    )
-    points = [results_page.mean({seed: each[seed] - reference[seed] for seed in reference}) for each in ours]
-    rounded = [results_page.on_a_gpu(results_page.RECIPES["rounding, groups of 32"], bits) for bits in (4, 3, 2)]
-    points += [results_page.mean({seed: each[seed] - reference[seed] for seed in reference}) for each in rounded]
+    reference = results_page.on_a_gpu(report_study.LONG)
+    ways = (taught, results_page.RECIPES["rounding, groups of 32"])
+    scores = [results_page.on_a_gpu(each, bits) for each in ways for bits in (4, 3, 2)]
+    points = [results_page.mean({seed: each[seed] - reference[seed] for seed in reference}) for each in scores]
     told = "{:+.1f}, {:+.1f} and {:+.1f} points at 4, 3 and 2 bits, where rounding ends at {:.1f}, {:.1f} and {:.1f}"
     assert told.format(*points) in readme() and len(reference) == 2
     rows = results_page.gpu_study()[1:]
