@@ -458,6 +458,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller = self.controller
         if controller is None:
             return
+        self._last_in_float = None
         skipped = self._was_skipped(kwargs.get("optimizer"))
         self._has_switched = False
         controller.check_ranks(skipped)
@@ -468,7 +469,6 @@ class MoQCallback(TrainerCallback, ExportableState):
         had_arrived = controller.has_arrived
         was_chosen = controller.choice is not None
         schedule = controller.schedule
-        self._last_in_float = None
         if not controller.has_begun and schedule.steps + 1 == schedule.offset:
             # The loss of this step is still that of the float model.
             self._last_in_float = controller.metrics()
@@ -739,12 +739,9 @@ class MoQCallback(TrainerCallback, ExportableState):
     def observe(self, inputs: Mapping[str, Any]) -> None:
         """Keep a training micro-batch, as `loss` takes it, if sensitivity will be measured on it."""
         controller = self.controller
-        if (
-            controller is not None
-            and controller.sensitivity is not None
-            and controller.wants_samples
-        ):
-            controller.sensitivity.samples.add(inputs)
+        samples = None if controller is None else controller.wanted_samples
+        if samples is not None:
+            samples.add(inputs)
 
     def _listen(self, controller: MoQController, is_compiled: bool) -> None:
         """Watch what goes through the model in training, if anything is wanted of it."""
@@ -835,4 +832,4 @@ def _is_compiled(
 ) -> bool:
     if args.torch_compile or uncompiled(model) is not model:
         return True
-    return any(is_compiled_in_place(part) for _, part in controller.inventory.named)
+    return any(map(is_compiled_in_place, controller.model.modules()))

@@ -167,7 +167,7 @@ class EigenvalueConfig:
         Literal["lanczos", "power"], key("`power` is the published method")
     ] = "lanczos"
     max_overhead: Annotated[
-        Share, key("share of the run's time that measuring may take")
+        Share, key("share of the run's work that measuring may take")
     ] = 0.05
     num_samples: Annotated[
         Positive, key("examples of a step that a measurement uses")

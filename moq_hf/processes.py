@@ -1,6 +1,6 @@
 """What several training processes need: whole tensors from their shards, and the certainty that all ranks agree."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -125,18 +125,14 @@ def gathered_state_dict(
         dist.destroy_process_group(patient)
 
 
-def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) -> None:
+def check_supported(model: nn.Module) -> None:
     """Refuse a model whose weights are spread over processes in a way that leaves none to quantize.
-
-    Args:
-        modules: All modules of the model.
-        parameters: All its parameters.
 
     Raises:
         MoQError: FSDP1, tensor parallelism or offloaded weights; says what works
             instead.
     """
-    modules = list(modules)
+    modules = list(model.modules())
     instead = "DDP, FSDP2 and DeepSpeed ZeRO work"
     if any(map(is_offloaded, modules)):
         raise MoQError(
@@ -148,7 +144,7 @@ def check_supported(modules: Iterable[nn.Module], parameters: Sequence[Tensor]) 
         raise MoQError(
             f"FSDP1 flattens the weights that are to be quantized (fsdp_config: version 1); {instead}"
         )
-    sharded = [parameter for parameter in parameters if is_sharded(parameter)]
+    sharded = [each for each in model.parameters() if is_sharded(each)]
     twice = any(
         sum(p.is_shard() for p in parameter.placements) > 1 for parameter in sharded
     )

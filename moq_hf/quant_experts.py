@@ -81,7 +81,7 @@ class ExpertsWeight(QuantLayer):
         self.__dict__["experts"] = experts
         self.attribute = attribute
         self.moq = experts.moq_states[attribute]
-        self.kind = "experts_t" if experts_transposed(experts) else "experts"
+        self.kind = self.moq.kind
 
     def parameter(self, name: str) -> Tensor | None:
         """The float parameter of the experts, or what replaces it, whatever it is called here."""

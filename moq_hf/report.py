@@ -30,7 +30,7 @@ from .text import float_after, megabytes, metric_rows, metrics_in
 from .training.budget import Choice
 from .training.checkpoints import STATE_FILE, checkpoints, entry_of_moq
 from .training.float_first import FOLDER, METRICS
-from .training.resume import choice_in, saved_state
+from .training.resume import saved_state
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -144,9 +144,7 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
     state = _read_state(path)
     log = state.get("log_history", [])
     entry = entry_of_moq(state.get("stateful_callbacks"))
-    saved = None
-    if entry is not None:
-        saved = saved_state(entry, f"{path} is not as the Trainer wrote it")
+    saved = saved_state(entry, f"{path} is not as the Trainer wrote it")
     if saved is None or not any("moq/mean_bits" in line for line in log):
         raise MoQError(
             f"{directory} is not a run with MoQ: its trainer_state.json has no bits"
@@ -166,7 +164,7 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         _metrics(directory),
         _metrics(directory / FOLDER),
         next(iter(phases), None),
-        choice_in(saved),
+        saved["choice"],
         next(
             (
                 folder

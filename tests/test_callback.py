@@ -124,9 +124,12 @@ def test_a_step_that_the_scaler_skipped_is_none(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(AcceleratedOptimizer, "step", step)
     monkeypatch.setattr(AcceleratedOptimizer, "step_was_skipped", property(lambda self: taken[0] in skipped))
     spy = Spy()
-    stock(tmp_path, callbacks=[spy], max_steps=16).train()
+    trainer = stock(tmp_path, callbacks=[spy], max_steps=16, logging_strategy="steps", logging_steps=1)
+    trainer.train()
     # As without skips, with the skipped steps' forward passes repeated: 3 and 4 at 6 bits, 9 at 4.
     assert spy.bits == [32] * 2 + [6] * 4 + [5] * 2 + [4] * 5 + [3] * 3
+    logged = [log["moq/bits"] for log in trainer.state.log_history if "loss" in log]
+    assert logged[:4] == [32, 32, 6, 6]
 
 
 def test_evaluation_advances_nothing(tmp_path: Path) -> None:

@@ -375,6 +375,7 @@ def _tokenized(
         encoded = tokenizer(
             *columns,
             padding=True,
+            padding_side="right",
             truncation=True,
             max_length=limit,
             return_tensors="pt",

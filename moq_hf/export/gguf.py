@@ -192,7 +192,7 @@ def _convert(directory: str | os.PathLike[str], folder: Path, converter: Path) -
 def _export(directory: Path, out: Path, source: Path) -> GgufExport:
     saved = recorded(directory)
     # The converter reads the files, so its names of layers are those in the files.
-    names = saved.state.get("names") or {}
+    names = saved.state["names"] or {}
     stored = {
         names.get(name, name): layer
         for name, layer in saved.layers.items()

@@ -345,7 +345,7 @@ def _rounding(
 ) -> Rounding:
     if grid.scale != "static":
         return Rounding(grid, {}, "", target)
-    saved = checkpoint.verified.state.get("input_ranges") or {}
+    saved = checkpoint.verified.state["input_ranges"]
     trained: dict[str, float] = {}
     unknown = []
     for name, weight in checkpoint.weights.items():

@@ -1,6 +1,6 @@
 """`Inventory`: the modules of a model, found in one walk over it."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeGuard
@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import MoQError
 from ..names import adapters, is_below, named_modules, unwrapped, without_peft
 from ..processes import shape_of
-from ..seams.transformers import is_scaled_table, packed_loader
+from ..seams.transformers import CHECKPOINTED, is_scaled_table, packed_loader
 
 # The layers whose bits the schedule sets.
 Layer = nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d
@@ -65,12 +65,11 @@ class Inventory:
 
     >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), "head": nn.Linear(4, 2)})
     >>> inventory = Inventory.of(model)
-    >>> inventory.heads(inventory.linears), inventory.blocks(inventory.linears)
-    (['head'], {'layers.0': ['layers.0'], 'layers.1': ['layers.1'], 'head': ['head']})
+    >>> inventory.blocks(inventory.linears)
+    {'layers.0': ['layers.0'], 'layers.1': ['layers.1'], 'head': ['head']}
     """
 
     model: nn.Module
-    named: Sequence[tuple[str, nn.Module]] = field(repr=False)
     modules: Mapping[str, nn.Module] = field(repr=False)
     adapters: Sequence[str] = ()
     merged: bool = False
@@ -91,12 +90,11 @@ class Inventory:
             merged: Whether PEFT's adapters are, or will be, merged into its layers.
         """
         model = unwrapped(model)
-        named = tuple(named_modules(model, every=True))
         # Where activation checkpointing wraps a module under the same name, this takes
         # the module.
         modules = dict(named_modules(model))
         added = tuple(adapters(model, merged))
-        return cls(model, named, modules, added, merged)
+        return cls(model, modules, added, merged)
 
     @cached_property
     def linears(self) -> dict[str, nn.Linear | Conv1D]:
@@ -116,10 +114,6 @@ class Inventory:
             for name, module in modules
             if isinstance(module, classes) and not self.is_added(name)
         }
-
-    def heads(self, layers: Iterable[str]) -> list[str]:
-        """Which of some layers, by their names, are output heads: by default they stay in full precision."""
-        return _output_heads(self.model, list(layers))
 
     @cached_property
     def lists(self) -> dict[str, nn.ModuleList]:
@@ -144,27 +138,9 @@ class Inventory:
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter under all its names, in model order, like `named_parameters(remove_duplicate=False)`."""
-        for name, module in self.named:
-            yield from module.named_parameters(
-                name, recurse=False, remove_duplicate=False
-            )
-
-    def shared(self, layers: Collection[str]) -> list[str]:
-        """One line for each of these layers whose weight is also used by a module outside of them."""
-        parameters = dict(self.parameters())
-        # Experts have the name of their parameter.
-        weights = [
-            layer if layer in parameters else f"{layer}.weight" for layer in layers
-        ]
-        names: dict[int, list[str]] = {}
-        for name, parameter in parameters.items():
-            if name not in weights:
-                names.setdefault(id(parameter), []).append(name)
-        return [
-            f"{name} is also {', '.join(also)}"
-            for name in weights
-            if (also := names.get(id(parameters[name])))
-        ]
+        named = self.model.named_parameters(remove_duplicate=False)
+        for name, parameter in named:
+            yield name.replace(f"{CHECKPOINTED}.", ""), parameter
 
     def block_of(self, layer: str, measured: Iterable[str] = ()) -> str:
         """The block of a layer.
@@ -240,7 +216,8 @@ class Inventory:
         }
         lists = uniform or full
         if layer_name is not None:
-            entries = dict(self.named).get(layer_name)
+            every = dict(named_modules(self.model, every=True))
+            entries = every.get(layer_name)
             if not isinstance(entries, nn.ModuleList) or not _has_weights(entries):
                 sizes = [f"{name} ({len(lists[name])})" for name in lists]
                 raise MoQError(
@@ -322,8 +299,8 @@ def _has_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _output_heads(model: nn.Module, names: list[str]) -> list[str]:
-    """Which of the linear layers `names` are output heads of the model.
+def output_heads(model: nn.Module, names: list[str]) -> list[str]:
+    """Which of the linear layers `names` are output heads of the model: by default they stay in full precision.
 
     In a transformers model with a base model, these are the layers outside of the base
     model. Otherwise they are the output embeddings. Without those, in a module made of
@@ -362,4 +339,4 @@ def _output_heads(model: nn.Module, names: list[str]) -> list[str]:
 
 def _heads_below(path: str, part: nn.Module, names: list[str]) -> list[str]:
     below = [name.removeprefix(f"{path}.") for name in names if is_below(name, path)]
-    return [f"{path}.{head}" for head in _output_heads(part, below)]
+    return [f"{path}.{head}" for head in output_heads(part, below)]

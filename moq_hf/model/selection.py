@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,10 +38,11 @@ from .inventory import (
     is_convolution,
     is_packed,
     misfit,
+    output_heads,
 )
 
-# How embedding tables without groups are quantized, whatever the config says of linear
-# layers.
+# How embedding tables are quantized, whatever the config says of linear layers; those
+# of few bits may have their groups and range.
 _ROWS = Grid(PerChannel(), search="absmax")
 # Bits of tables where the config says "auto" and they are quantized.
 AUTO_TABLE_BITS = 8
@@ -65,10 +66,7 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
         raise MoQError(
             "the model comes from a packed checkpoint: call moq_hf.dequantize_model(model) before training it"
         )
-    check_supported(
-        [module for _, module in inventory.named],
-        [parameter for _, parameter in inventory.parameters()],
-    )
+    check_supported(inventory.model)
     experts = select_experts(inventory, config)
     layers, left_out = select_layers(inventory, config, bool(experts))
     inventory = replace(inventory, **_tables(inventory, config))
@@ -165,14 +163,15 @@ def select_layers(
             `modules_to_not_convert` matches nothing, a weight is not floating point,
             groups do not divide it, or DoRA adapts it.
     """
-    every = _candidates(inventory, config)
+    classes = LINEARS + (CONVOLUTIONS if config.convolutions else ())
+    every = inventory.instances(*classes)
     what = "linear layer or convolution" if config.convolutions else "linear layer"
     convolutions = inventory.instances(*CONVOLUTIONS)
     if config.convolutions and not convolutions:
         raise MoQError(
             "quantize_convolutions: the model has no convolution; leave the key out"
         )
-    kept = _kept_by(inventory, config)
+    kept = _kept_by(inventory, config, every)
     asked = {name: layer for name, layer in every.items() if name not in kept}
     _check_weights(asked)
     routers = _routers(inventory)
@@ -289,8 +288,9 @@ def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Modu
 def grid_of(layer: nn.Module, config: MoQConfig, parameter: str = "weight") -> Grid:
     """How a chosen layer's weight is quantized, or another parameter, which is one of experts.
 
-    An embedding table has one scale per row; with `quantize_group_size` one of fewer than
-    8 bits is quantized as linear layers are, but symmetric. A convolution has one per
+    An embedding table has one scale per row, from its largest weight; with
+    `quantize_group_size` one of fewer than 8 bits has the groups and the range of linear
+    layers. A convolution has one per
     channel with `quantize_group_size`, which seldom divides its kernels: a
     depthwise one of 3 x 3 has rows of 9 weights. Neither has codes that are floats. `quantize_groups` counts the groups
     of each expert.
@@ -309,7 +309,12 @@ def grid_of(layer: nn.Module, config: MoQConfig, parameter: str = "weight") -> G
             or config.embeddings in ("auto", 8)
         ):
             return replace(_ROWS, scale_dtype=grid.scale_dtype)
-        return replace(grid, symmetric=True, format="int")
+        return replace(
+            _ROWS,
+            grouping=grid.grouping,
+            full=grid.full,
+            scale_dtype=grid.scale_dtype,
+        )
     if is_convolution(layer) and config.grouping.row_size is not None:
         return replace(grid, grouping=PerChannel(), format="int")
     if parameter != "weight" and isinstance(grid.grouping, RowBlocks):
@@ -411,18 +416,14 @@ def embeddings_to_quantize(
     }
 
 
-def _candidates(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
-    """The layers that the config could quantize, in model order: linear layers, and convolutions if it names them."""
-    return inventory.instances(*LINEARS, *(CONVOLUTIONS if config.convolutions else ()))
-
-
-def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
+def _kept_by(
+    inventory: Inventory, config: MoQConfig, candidates: Collection[str]
+) -> set[str]:
     """The candidates that `modules_to_not_convert` names, and the output heads unless `quantize_heads` is true.
 
     Raises:
         MoQError: A name or glob matches no module.
     """
-    candidates = _candidates(inventory, config)
     known = [*filter(None, inventory.modules), *_experts(inventory)]
     for pattern in config.modules_to_not_convert or ():
         if not any(matches(name, pattern) for name in known):
@@ -438,7 +439,7 @@ def _kept_by(inventory: Inventory, config: MoQConfig) -> set[str]:
                 f"modules_to_not_convert: {pattern!r} matches no module{hint}; the {what} are "
                 f"{', '.join(candidates) or 'none'}"
             )
-    heads = () if config.heads else inventory.heads(candidates)
+    heads = () if config.heads else output_heads(inventory.model, list(candidates))
     return {name for name in candidates if name in heads or _is_named(name, config)}
 
 

@@ -84,8 +84,8 @@ def write_card(
     found = found or verify_quantized(folder)
     name = data.model_name or folder.resolve().name
     place = name if "/" in name else "path/to/this/folder"
-    metrics = metrics_in(found.state.get("metrics") or {})
-    before = metrics_in(found.state.get("float_metrics") or {})
+    metrics = metrics_in(found.state["metrics"])
+    before = metrics_in(found.state["float_metrics"])
     measured = {metric: value for metric, value in metrics.items() if metric != "loss"}
     data.model_name = name.rpartition("/")[2]
     kind = loads_as(folder)
@@ -228,7 +228,7 @@ def _inputs(saved: Verification) -> str:
     if not activations.enabled or not has_begun:
         return ""
     rounded = f"inputs rounded to {activations.bits} bits ({activations.scale})"
-    if saved.state.get("rounds_inputs"):
+    if saved.state["rounds_inputs"]:
         return f" It computes with {rounded}."
     return f" Training saw {rounded}, for an export; here inputs are floats."
 
@@ -238,7 +238,7 @@ def _loading(name: str, folder: Path, saved: Verification) -> str:
         return _BY_HAND
     cls, load = how_to_load(folder, name)
     module = "the_module_that_defines_it"
-    libraries = dict(saved.state.get("needs", {}))
+    libraries = dict(saved.state["needs"])
     if loads_as(folder):
         module = LIBRARY
         libraries["sentence-transformers"] = LEAST
@@ -286,7 +286,7 @@ def _results(
 
 def _phase_end(state: Mapping[str, Any]) -> int | None:
     """The last step of the float phase, which its metrics name; None in a run without one."""
-    step = (state.get("float_metrics") or {}).get("step")
+    step = state["float_metrics"].get("step")
     # A line of the log of another run has a step too.
     has_phase = isinstance(step, int) and isinstance(
         state["config"]["quantize_schedule"]["schedule_offset"], float
@@ -304,7 +304,7 @@ def _sizes(saved: Verification) -> str:
 
 
 def _proof(saved: Verification) -> str:
-    reason = saved.state.get("reason")
+    reason = saved.state["reason"]
     lines = [f"{saved.proof}."] if saved.proof is not None else []
     lines += [f"Why not packed otherwise: {reason}."] if reason else []
     return "\n\n".join(["## Proof", *lines]) if lines else ""

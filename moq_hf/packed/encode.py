@@ -253,13 +253,6 @@ class Encoder:
             else form_of(self._specs[name], self.layout)
         )
 
-    def replaced_names(self) -> set[str]:
-        """The names of the float weights instead of which the files hold something else, or nothing."""
-        names = {parameter_of(name, layer.kind) for name, layer in self.layers.items()}
-        for others in self.tied.values():
-            names.update(f"{other}.weight" for other in others)
-        return names
-
     def store(self, name: str, saved: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The tensors that the files hold of a layer's weight, by name.
 

@@ -221,7 +221,7 @@ def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
     controller = MoQController(
         shell,
         MoQConfig.from_dict(state["config"]),
-        state["schedule"].get("total_steps"),
+        state["schedule"]["total_steps"],
     )
     controller.load_state_dict(state)
     if state["handed_dtype"]:

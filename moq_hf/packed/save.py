@@ -395,7 +395,16 @@ class _Saving:
             )
         if self.target.exists() and not self.target.is_dir():
             raise MoQError(f"{self.target} is a file, not a directory")
-        sharing = self.inventory.shared(self.quantized)
+        weights = {
+            parameter_of(name, layer.kind): id(layer.float_weight)
+            for name, layer in self.quantized.items()
+        }
+        owners = {number: name for name, number in weights.items()}
+        sharing = [
+            f"{owners[id(parameter)]} is also {name}"
+            for name, parameter in self.inventory.parameters()
+            if id(parameter) in owners and name not in weights
+        ]
         if sharing:
             raise MoQError(
                 f"{'; '.join(sharing)}: a shared weight cannot be packed; leave its layers in full precision"
@@ -481,7 +490,8 @@ class _Saving:
                 f"the weights of {', '.join(computed)} are computed anew in each forward pass, by torch.nn.utils.prune "
                 "for instance: make them parameters again (prune.remove), then save"
             )
-        replaced = encoder.replaced_names()
+        others = set().union(*encoder.tied.values())
+        replaced = {*weights.values(), *(f"{other}.weight" for other in others)}
         # Names that share a tensor go on sharing it.
         kept: dict[int | str, Tensor] = {}
         tensors: dict[str, Tensor] = {}
@@ -661,7 +671,7 @@ def _publish(staging: Path, target: Path) -> None:
     stale = {ADAPTER, *_STALE_FILES}
     # A folder that moq_hf did not write, or that was changed, has no list.
     with contextlib.suppress(MoQError):
-        stale.update(read_layers(target)[0].get("files", ()))
+        stale.update(read_layers(target)[0]["files"])
     for path in list(target.iterdir()):
         if path.name in stale or WEIGHTS.fullmatch(path.name):
             remove(path)

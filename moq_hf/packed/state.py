@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -20,11 +20,11 @@ from ..config import MoQConfig
 from ..config_fields import Count, Flag, Positive, Weight
 from ..errors import MoQError, explained, read_as, show, write_json
 from ..formats.stored import StoredLayer, by_matrix
-from ..formats.table import has_codes
+from ..formats.table import Layout, has_codes
 from ..inputs import ranges_of
 from ..quant_linear import QuantLayer, inputs_of
 from ..training.controller import MoQController
-from ..training.resume import Range, SavedBits, Unit
+from ..training.resume import Range
 from ..version import __version__
 from .files import CONFIG, read_document
 from .load_check import Proof, has_failed
@@ -32,16 +32,6 @@ from .load_check import Proof, has_failed
 STATE_NAME = "moq_state.json"
 # Format 1 was 0.1.0's and is not read.
 STATE_FORMAT = 2
-
-
-class Switched(TypedDict):
-    """A block's change of precision."""
-
-    step: Positive
-    block: str
-    before: SavedBits
-    bits: SavedBits
-    eigenvalue: Unit | None
 
 
 class Counted(TypedDict):
@@ -60,19 +50,21 @@ class State(TypedDict):
     versions: dict[str, Any]
     config: dict[str, Any]
     step: Count | None
-    history: list[Switched]
     layers: Annotated[dict[str, StoredLayer], Field(min_length=1)]
-    names: NotRequired[dict[str, str] | None]
-    input_ranges: NotRequired[dict[str, Range] | None]
-    metrics: NotRequired[dict[str, Any] | None]
-    float_metrics: NotRequired[dict[str, Any] | None]
+    names: dict[str, str] | None
+    input_ranges: dict[str, Range]
+    metrics: dict[str, Any]
+    float_metrics: dict[str, Any]
     parameters: Counted
     float_bytes: Positive
-    files: NotRequired[list[str]]
-    needs: NotRequired[dict[str, str]]
-    groups: NotRequired[dict[str, Any] | None]
-    rounds_inputs: NotRequired[Flag]
-    proof: NotRequired[Proof | None]
+    files: list[str]
+    layout: Layout
+    needs: dict[str, str]
+    groups: dict[str, Any] | None
+    rounds_inputs: Flag
+    by_hand: Flag
+    reason: str | None
+    proof: Proof | None
 
 
 def state_of(
@@ -249,7 +241,7 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
 
 def proof_in(state: Mapping[str, Any]) -> Proof | None:
     """The proof in a state that was read; None if nothing was tried."""
-    return Proof(**state["proof"]) if state.get("proof") else None
+    return Proof(**state["proof"]) if state["proof"] else None
 
 
 def check_taken(directory: Path, server: serving.Server) -> None:
@@ -284,10 +276,10 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
     )
     proof = proof_in(state)
     unserved = proof.reason if has_failed(proof) else None
-    if state.get("by_hand") and (proof is None or not proof.agrees):
+    if state["by_hand"] and (proof is None or not proof.agrees):
         unserved = "no save_pretrained wrote it; load_state_dict takes its weights"
     trained = MoQConfig.from_dict(state["config"])
-    rounded = trained.activations.scale if state.get("rounds_inputs") else None
+    rounded = trained.activations.scale if state["rounds_inputs"] else None
     weights: dict[str, serving.Weight] = {}
     # Packed experts lie in the files matrix by matrix.
     for name, layer in by_matrix(layers).items():

@@ -78,7 +78,7 @@ class Verification:
     @property
     def loads_by_hand(self) -> bool:
         """Whether `from_pretrained` does not make the model that was evaluated."""
-        return has_failed(self.proof) or bool(self.state.get("by_hand"))
+        return has_failed(self.proof) or cast(bool, self.state["by_hand"])
 
     def __str__(self) -> str:
         return self.table()
@@ -212,8 +212,8 @@ def verify_quantized(
     if inputs is None or model is None:
         proof = proof_in(state)
     else:
-        rounded = state.get("rounds_inputs", False)
-        proof = ReferenceOutputs(model, inputs).prove(folder, rounded)
+        reference = ReferenceOutputs(model, inputs)
+        proof = reference.prove(folder, state["rounds_inputs"])
         if not proof.agrees:
             raise MoQError(f"{folder}: {proof}")
     return Verification(layers, size_of(folder), state, proof)
@@ -384,10 +384,9 @@ def _groups_of(folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
             f"{folder / CONFIG}, or a config beside it, is not as it was saved"
         )
     quantization = config.get("quantization_config", {})
-    groups: Mapping[str, Any] = quantization.get(
-        "config_groups", state.get("groups") or {}
-    )
-    return groups
+    groups: Mapping[str, Any] | None
+    groups = quantization.get("config_groups", state["groups"])
+    return groups or {}
 
 
 def _checked(stored: StoredWeight) -> Tensor:

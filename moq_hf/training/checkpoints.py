@@ -204,7 +204,8 @@ def complete_checkpoint(
 
 def resumed_state(state: TrainerState) -> Mapping[str, Any] | None:
     """The controller's state in the checkpoint that a run resumes; None at a start, or if it was made without MoQ."""
-    return _state_in(callback_states(state)) if state.global_step > 0 else None
+    entry = entry_of_moq(callback_states(state))
+    return saved_state(entry) if state.global_step > 0 else None
 
 
 def state_of_best(state: TrainerState) -> Mapping[str, Any] | None:
@@ -284,10 +285,4 @@ def state_of_run(checkpoint: Path) -> Mapping[str, Any]:
 def _saved_in(checkpoint: Path) -> Mapping[str, Any] | None:
     """Read the controller's state in a checkpoint; None where there is none."""
     document = read_json(checkpoint / STATE_FILE)
-    return _state_in(document.get(CALLBACKS_KEY))
-
-
-def _state_in(entries: Any) -> Mapping[str, Any] | None:
-    """Take the controller's state from the states of callbacks; None where there is none."""
-    entry = entry_of_moq(entries)
-    return None if entry is None else saved_state(entry)
+    return saved_state(entry_of_moq(document.get(CALLBACKS_KEY)))

@@ -26,13 +26,13 @@ from .budget import Choice, Chooser
 from .resume import (
     STATE_VERSION,
     changes,
-    check_state,
-    choice_in,
+    checked_state,
     load_schedule,
     ratios_in_letters,
     ratios_of_letters,
     what_counts,
 )
+from .samples import Samples
 from .sensitivity import Sensitivity
 
 logger = logging.getLogger(__name__)
@@ -218,13 +218,14 @@ class MoQController:
         )
 
     @property
-    def wants_samples(self) -> bool:
-        """Whether something is still to be measured on training examples."""
-        if self.sensitivity is None:
-            return False
-        return self.schedule.targets is None or (
+    def wanted_samples(self) -> Samples | None:
+        """The training examples on which something is still to be measured; None where nothing is."""
+        still = self.schedule.targets is None or (
             self.config.eigenvalue.enabled and not self.has_arrived
         )
+        if self.sensitivity is None or not still:
+            return None
+        return self.sensitivity.samples
 
     def measure(self) -> dict[str, float] | None:
         """Choose the bits under a budget and measure the sensitivity, each if it is due before the coming `step`.
@@ -348,7 +349,7 @@ class MoQController:
             MoQError: The state is of other layers, of a config that this one cannot go
                 on from (see `load_schedule`), of a newer moq_hf, or damaged.
         """
-        check_state(state)
+        state = checked_state(state)
         with explained("the checkpoint's MoQ state is damaged"):
             return self._continue_from(state)
 
@@ -357,7 +358,7 @@ class MoQController:
         changed = changes(MoQConfig.from_dict(state["config"]), self.config)
         load_schedule(self.schedule, state, changed)
         self.history = [Switch(*switch) for switch in state["history"]]
-        self.choice = None if self.config.budget is None else choice_in(state)
+        self.choice = None if self.config.budget is None else state["choice"]
         self._write_bits(self.blocks, state["ratios"])
         load_ranges(inputs_of(self.layers), state["input_ranges"])
         # Before the offset a changed config may have grouped the layers into other blocks.

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer
 
 from ..config import MoQConfig
-from ..errors import MoQError, one_line
+from ..errors import MoQError, one_line, read_json
 from ..seams.transformers import checkpoint_folder
 from .distillation import load_teacher
 
@@ -187,7 +187,7 @@ class FloatPhase:
         """
         folder = self.folder
         try:
-            metrics = json.loads((folder / METRICS).read_text(encoding="utf-8"))
+            metrics = read_json(folder / METRICS)
         except (OSError, ValueError) as error:
             raise MoQError(
                 f"cannot resume: the float model of this run should be in {folder}, with {METRICS}: {one_line(error)}"

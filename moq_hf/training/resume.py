@@ -167,26 +167,28 @@ def ratios_of_letters(name: str, text: str, shape: tuple[int, int]) -> Tensor:
 def saved_state(
     entry: Any, where: str = "the checkpoint's trainer_state.json is damaged"
 ) -> Mapping[str, Any] | None:
-    """The controller's state in a callback's entry in `trainer_state.json`; None where it had no controller.
+    """The controller's state in a callback's entry in `trainer_state.json`; None where it had none, or there is none.
 
     Raises:
         MoQError: The entry or the state is damaged; the text begins with `where` and
             names the key.
     """
+    if entry is None:
+        return None
     key = "stateful_callbacks.MoQCallback"
     callback = read_as(SavedCallback, entry, where, key)
     state: Mapping[str, Any] | None = callback["attributes"]["saved"]
     if state is not None:
-        check_state(state, where, f"{key}.attributes.saved")
+        state = checked_state(state, where, f"{key}.attributes.saved")
     return state
 
 
-def check_state(
+def checked_state(
     state: Mapping[str, Any],
     where: str = "the checkpoint's MoQ state is damaged",
     key: str = "",
-) -> None:
-    """Check the types and ranges in a state of `MoQController.state_dict` that was read from a file.
+) -> dict[str, Any]:
+    """A state of `MoQController.state_dict` that was read from a file, once its types and ranges were checked.
 
     Raises:
         MoQError: A value is wrong, or another version of moq_hf wrote the state; the
@@ -198,20 +200,13 @@ def check_state(
             f"{show(state.get('moq_hf'))}; this is moq_hf {__version__}, which reads version {STATE_VERSION}: a run "
             "goes on with the moq_hf that began it"
         )
-    read_as(SavedState, state, where, key)
+    checked = read_as(SavedState, state, where, key)
     where = f"{where}: {key}{'.' if key else ''}"
     try:
         MoQConfig.from_dict(state["config"])
     except MoQConfigError as error:
         raise MoQError(f"{where}config: {error}") from error
-
-
-def choice_in(state: Mapping[str, Any]) -> Choice | None:
-    """The bits that were chosen under a budget, from a state that was checked."""
-    choice: Choice | None = read_as(
-        Choice | None, state.get("choice"), "the checkpoint's MoQ state", "choice"
-    )
-    return choice
+    return {**state, **checked}
 
 
 def what_counts(config: MoQConfig) -> dict[str, Any]:

@@ -64,10 +64,13 @@ def test_another_cache_is_one_error() -> None:
 @pytest.mark.parametrize("special", [{"eos_token": "b"}, {}])
 def test_a_tokenizer_without_a_padding_token_is_compared_and_stays_so(special: dict[str, str]) -> None:
     words: Any = Tokenizer(models.BPE({"a": 0, "b": 1, "e": 2}, []))
-    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))
     batches = _tokenized(Checkpoint(model, tokenizer, None, None, {}), SENTENCES, 16)  # type: ignore[arg-type]
-    assert any(not bool(batch["attention_mask"].all()) for batch in batches)
+    masks = [batch["attention_mask"] for batch in batches]
+    assert any(not bool(mask.all()) for mask in masks)
+    # The cache is tried with the first tokens of a batch, which must not be padding.
+    assert all(torch.equal(mask, mask.sort(dim=1, descending=True).values) for mask in masks)
     assert tokenizer.pad_token is None
 
 

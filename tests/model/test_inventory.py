@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Trainer
 
 from moq_hf import MoQCallback, MoQConfig, MoQError, QuantLinear, quantize_model
-from moq_hf.model.inventory import Inventory
+from moq_hf.model.inventory import Inventory, output_heads
 from moq_hf.model.selection import take_inventory
 
 
@@ -24,9 +24,6 @@ def test_names_are_those_of_torch() -> None:
     found = list(inventory.parameters())
     assert [name for name, _ in found] == [name for name, _ in expected]
     assert all(a is b for (_, a), (_, b) in zip(found, expected, strict=True))
-    assert inventory.shared(["bert.pooler.dense", "classifier"]) == [
-        "bert.pooler.dense.weight is also again.dense.weight"
-    ]
 
 
 def test_blocks_are_entries_of_the_outermost_list_or_of_the_one_that_is_measured() -> None:
@@ -55,7 +52,7 @@ def test_what_the_layers_are_is_what_the_config_says() -> None:
     model = new_model()
     model.bert.beside = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     found = take_inventory(model, MoQConfig.from_dict(CONFIG))
-    assert found.heads(found.linears) == ["classifier"] and not found.embeddings
+    assert output_heads(model, list(found.linears)) == ["classifier"] and not found.embeddings
     assert found.left_out == {"classifier": None, "bert.beside": "a computed weight"}
     assert "bert.beside" not in found.layers and "bert.pooler.dense" in found.layers
     off = take_inventory(model, MoQConfig.from_dict({**CONFIG, "enabled": False}))

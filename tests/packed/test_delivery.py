@@ -419,6 +419,8 @@ def test_a_pruned_layer_is_named_and_saved_once_pruning_is_permanent(
     assert re.search(rf"nothing is delivered to .*: {told}", caplog.text)
     with pytest.raises(MoQError, match=told):
         trainer.save_model()
+    with pytest.raises(MoQError, match=told):
+        save_quantized(trainer.model, tmp_path / "by hand")
     prune.remove(trainer.model.bert.pooler.dense, "weight")
     trainer.save_model()
     saved = hf.BertForSequenceClassification.from_pretrained(tmp_path)

@@ -28,7 +28,7 @@ from small_files import files_of
 
 from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, quantizer, save_quantized, verify_quantized
 from moq_hf.cli import main
-from moq_hf.grid import Grid, PerChannel
+from moq_hf.grid import Grid, PerChannel, PerGroup
 from moq_hf.model.convert import quant_embeddings, quant_layers
 from moq_hf.packed.state import STATE_NAME, read_state, sha256, write_state
 from moq_hf.packed.verify import recorded, stored_weights
@@ -262,7 +262,7 @@ OUTPUT = "bert.encoder.layer.0.attention.output.dense"
         (lambda s: s.pop("layers"), "layers is missing"),
         (lambda s: s.update(layers={}), "layers: Dictionary should have at least 1 item"),
         (lambda s: s.update(config_json=7), "config_json must be a valid string, not 7"),
-        (lambda s: s.update(history=[[1]]), "history.0 must be a valid dictionary"),
+        (lambda s: s.pop("layout"), "layout is missing"),
         (lambda s: s["layers"][QUERY].update(x=1), f"layers.{QUERY}.x: "),
         (lambda s: s["layers"][QUERY].pop("kind"), f"layers.{QUERY}.kind is missing"),
         (lambda s: s["layers"][QUERY].update(kind="lstm"), "kind must be 'linear', "),
@@ -758,6 +758,14 @@ def test_embeddings(tmp_path: Path) -> None:
     found = quant_embeddings(halves)["bert.embeddings.word_embeddings"]
     assert torch.equal(found.quantized_weight(), quantizer.fake_quantize(found.weight, 8, found.moq.grid))
     assert found.moq.grid == Grid(PerChannel(), search="absmax", scale_dtype="float16")
+    drawn = MoQConfig(bits=4, embeddings=4, group_size=16, rounding="stochastic", scale="mse")
+    grouped = quantize_model(bert(), drawn)
+    found = quant_embeddings(grouped)["bert.embeddings.word_embeddings"]
+    for _ in range(60):
+        # Ratios of linear layers are searched at the fiftieth, which a table never has.
+        grouped.train()
+    expected = quantizer.fake_quantize(found.weight, 4, Grid(PerGroup(16), search="absmax", full=None))
+    assert torch.equal(found.quantized_weight(), expected)
     left = quantize_model(bert(), config_of(4, quantize_embeddings=8, modules_to_not_convert=["*word*", "classifier"]))
     assert len(quant_embeddings(left)) == 2
 
