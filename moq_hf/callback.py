@@ -62,7 +62,7 @@ from .training.checkpoints import (
 from .training.controller import MoQController
 from .training.gptq import check_possible, start_from_gptq
 from .training.measures import ModelLoss, model_loss
-from .training.resume import check_room, check_start, has_begun, planned_steps
+from .training.resume import check_room, has_begun, planned_steps
 from .training.samples import first_batch, on_training_batch
 
 logger = logging.getLogger(__name__)
@@ -173,20 +173,20 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into `trainer_state.json`, in JSON types."""
-        return {
-            "args": {"config": self.config.to_dict()},
-            "attributes": {
-                "saved": None
-                if self.controller is None
-                else self.controller.state_dict(),
-                "saved_at": None if self._state is None else self._state.global_step,
-                "teacher": self._teacher,
-                # The Trainer writes the weights first.
-                "weights": {}
-                if self._host is None
-                else checksums(checkpoint_folder(self._host)),
-            },
+        attributes = {
+            "saved": None if self.controller is None else self.controller.state_dict(),
+            "saved_at": None if self._state is None else self._state.global_step,
+            "teacher": self._teacher,
+            # The Trainer writes the weights first.
+            "weights": {}
+            if self._host is None
+            else checksums(checkpoint_folder(self._host)),
         }
+        if self._state is not None and not self.config.enabled:
+            # What a run without moq_hf resumed is for the next run with it.
+            before = callback_states(self._state).get(self._name, {})
+            attributes = before.get("attributes", attributes)
+        return {"args": {"config": self.config.to_dict()}, "attributes": attributes}
 
     def offset(self, state: TrainerState) -> int:
         """Optimizer steps of a run before anything is quantized, from its state; by its plan if it was resumed.
@@ -298,7 +298,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             # Left by a run that another callback ended by an error.
             self._host.remove_callback(_AfterAll)
         model = kwargs["model"]
-        controller = self._controller_of(args, state, model, resumed)
+        controller = self._controller_of(state, model, resumed)
         if self._host is not None:
             # So that the Trainer can load what it saves.
             checkpoints_as_modules(self._host, pretrained(controller.model))
@@ -336,23 +336,21 @@ class MoQCallback(TrainerCallback, ExportableState):
             forget_best(state)
 
     def _controller_of(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        model: Any,
-        resumed: Mapping[str, Any] | None,
+        self, state: TrainerState, model: Any, resumed: Mapping[str, Any] | None
     ) -> MoQController:
-        """The controller of this run, at its beginning: the one from before, if the model is still the same."""
-        controller = self.controller
-        inventory = take_inventory(model, self.config)
-        if resumed is None:
-            check_start(state.global_step, state.max_steps)
+        """Make the controller of this run.
+
+        Raises:
+            MoQError: The run has no step, or what `MoQController` raises.
+        """
+        if resumed is None and state.global_step >= state.max_steps:
+            raise MoQError(
+                "the run has no optimizer step: set num_train_epochs or max_steps to more than "
+                f"{state.global_step}"
+            )
         length = self._length(state, resumed)
-        if controller is not None and controller.model is inventory.model:
-            controller.begin(inventory, length)
-        else:
-            self.controller = controller = MoQController(inventory, self.config, length)
-        return controller
+        self.controller = MoQController(model, self.config, length)
+        return self.controller
 
     def _prepare_measuring(
         self, controller: MoQController, args: TrainingArguments, state: TrainerState

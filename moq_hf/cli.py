@@ -82,8 +82,7 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """`moq-hf plan`: the schedule of a run, ahead of time."""
+def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", help="a preset's name or a JSON file"
     )
@@ -106,8 +105,7 @@ def _plan(config: str, max_steps: int, model: str | None = None) -> None:
         print(f"\n{plan_of_model(model, planned.config, max_steps)}")
 
 
-def add_migrate(parser: argparse.ArgumentParser) -> None:
-    """`moq-hf migrate DS.JSON`: a DeepSpeed config turned into one of moq_hf."""
+def _add_migrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="DS.JSON", help="a DeepSpeed config, or its section alone"
     )
@@ -133,8 +131,7 @@ def _migrate(config: str, max_steps: int, out: str | None = None) -> None:
     print(f"{out}: moq-hf plan {out} --max_steps {max_steps} shows it")
 
 
-def add_report(parser: argparse.ArgumentParser) -> None:
-    """`moq-hf report`: what a finished run did, as a page."""
+def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         metavar="DIR",
@@ -149,8 +146,7 @@ def _report(directory: str, out: str | None = None) -> None:
     print(write_report(directory, out))
 
 
-def add_pack(parser: argparse.ArgumentParser) -> None:
-    """`moq-hf pack CHECKPOINT OUT`: the packed model of a run's checkpoint."""
+def _add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
@@ -171,8 +167,7 @@ def _pack(**options: Any) -> None:
     print(pack_checkpoint(**options))
 
 
-def add_inspect(parser: argparse.ArgumentParser) -> None:
-    """`moq-hf inspect DIRECTORY`: verify a packed checkpoint, print its layers and who can serve it."""
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         help="what save_quantized, MoQTrainer.save_model or a run's end wrote",
@@ -188,8 +183,7 @@ def _inspect(directory: str) -> None:
     print("\n" + served_table(served_by(directory)))
 
 
-def add_export(parser: argparse.ArgumentParser) -> None:
-    """`moq-hf export DIR --to FORMAT OUT`: a packed checkpoint for other programs, proven to be the same."""
+def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         metavar="DIR",
@@ -276,8 +270,7 @@ def _export(directory: str, to: str, out: str, **options: Any) -> None:
         print(export_onnx(directory, out, **options).table())
 
 
-def add_bench(parser: argparse.ArgumentParser) -> None:
-    """`moq-hf bench DIR`: how fast the exported files are on this CPU, and which one to deploy."""
+def _add_bench(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("directory", metavar="DIR", help="a packed checkpoint with its tokenizer")
     add("--batch", type=_positive, help="examples timed together; default: 8")
@@ -330,39 +323,39 @@ def _read_data(options: dict[str, Any]) -> None:
 # Each command: what adds its arguments, what runs with them, and two texts of its help.
 _COMMANDS: dict[str, tuple[Callable[[Any], None], Callable[..., None], str, str]] = {
     "plan": (
-        add_plan,
+        _add_plan,
         _plan,
         "which precision a run will have when, and what memory it takes",
         "Show when each drop comes for the least and the most sensitive block, and what will not be reached.",
     ),
     "migrate": (
-        add_migrate,
+        _add_migrate,
         _migrate,
         "turn a DeepSpeed file into a moq_hf config that fits a run",
         "Write what the section quantize_training of a DeepSpeed config says, with every default that DeepSpeed "
         "assumes, so that a run of --max_steps reaches its target.",
     ),
     "report": (
-        add_report,
+        _add_report,
         _report,
         "what a finished run did, as one HTML page",
         "Write moq_report.html from the folder of a finished run, beside a float run in its folder float.",
     ),
     "pack": (
-        add_pack,
+        _add_pack,
         _pack,
         "the packed model of a run's checkpoint, in little memory",
         "Write the packed model that MoQTrainer.save_model would have written at a checkpoint's step. The weights are "
         "read one at a time: from safetensors, from the shards of FSDP2, or from DeepSpeed's files.",
     ),
     "inspect": (
-        add_inspect,
+        _add_inspect,
         _inspect,
         "verify a packed checkpoint, print its layers and who can serve it",
         "Verify a packed checkpoint, and say which servers take it.",
     ),
     "export": (
-        add_export,
+        _add_export,
         _export,
         "write a packed checkpoint as ONNX models, as a GGUF file or as floats, and prove it",
         "onnx: models with integer weights in the folder OUT, whose answers are compared with the checkpoint's; if "
@@ -370,7 +363,7 @@ _COMMANDS: dict[str, tuple[Callable[[Any], None], Callable[..., None], str, str]
         "checkpoint's integers in the file OUT, for llama.cpp. float: an ordinary folder OUT of floats on their grid.",
     ),
     "bench": (
-        add_bench,
+        _add_bench,
         _bench,
         "speed, size and accuracy of the exported files on this CPU, and which one to deploy",
         "Export a packed encoder to a temporary folder, measure the files in ONNX Runtime and, if it is installed, in "

@@ -113,7 +113,9 @@ class MoQConfig(ConfigFields):
             *also: Paths of more keys.
         """
         bits = self.to_dict()["quantize_bits"]
-        defaults = MoQConfig.from_dict({"quantize_bits": bits}).flat()
+        # What is switched off may have bits that would quantize nothing.
+        off = MoQConfig.from_dict({"quantize_bits": bits, "enabled": False})
+        defaults = off.flat() | {"enabled": True}
         also += ("quantize_bits.start_bits", "quantize_bits.target_bits")
         return by_section(
             {

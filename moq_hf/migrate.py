@@ -38,6 +38,10 @@ def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
     if not DEEPSPEED_KEYS.union(["quantize_training"]).intersection(document):
         document = {"quantize_training": document}
     config = MoQConfig.from_dict(document)
+    if not config.enabled:
+        raise MoQError(
+            "enabled is false: such a run trains in float, for any number of steps"
+        )
     fitting = next(
         (c for c in _candidates(config, max_steps) if _fits(c, max_steps)), None
     )

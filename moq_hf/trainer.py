@@ -456,7 +456,8 @@ class MoQTrainer(Trainer):
             )
         if self._teacher is not None:
             loss = weighted_sum(parts, config)
-            values = torch.stack([part.detach() for part in parts.values()])
+            # Under DataParallel the task's own has a value for each device.
+            values = torch.stack([part.detach().mean() for part in parts.values()])
             # Here and not for the log, which a Trainer may leave to one process.
             means = self.accelerator.reduce(values, reduction="mean")
             self._parts.update({**dict(zip(parts, means, strict=True)), "count": 1})
@@ -485,7 +486,7 @@ class MoQTrainer(Trainer):
                 float(
                     self.compute_loss(
                         model, dict(prepared), num_items_in_batch=times * count
-                    )
+                    ).mean()
                 )
                 for times in (1, 2)
             )

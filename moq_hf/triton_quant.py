@@ -89,6 +89,7 @@ def fake_quantize_with_scale(
 
     Raises:
         ValueError: Bits, grid or ratio do not fit the weight.
+        torch.OutOfMemoryError: The device has no room for the result.
     """
     dtype = dtype or weight.dtype
     how: Any = {"ratio": ratio, "seed": seed, "blend": blend, "dtype": dtype}
@@ -116,6 +117,8 @@ def fake_quantize_with_scale(
                     _try_out(weight, bits, grid, length, how)
                     _works[variant] = True
                 return _launch(weight, bits, grid, length, **how, levels=levels)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:
                 # Triton raises what its compiler, the C compiler that it calls, or the
                 # driver raise.

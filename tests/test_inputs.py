@@ -31,6 +31,7 @@ from moq_hf.inputs import (
 )
 from moq_hf.model.convert import quant_layers
 from moq_hf.training.controller import MoQController
+from moq_hf.training.resume import checked_state
 
 Floats = NDArray[np.float32]
 SCALES: tuple[InputScale, ...] = get_args(InputScale)
@@ -198,7 +199,7 @@ def test_a_damaged_range_is_named(damaged: Any) -> None:
     controller = MoQController(nn.Sequential(nn.Linear(4, 4)), MoQConfig.from_dict(config_of()), total_steps=6)
     state = controller.state_dict() | {"input_ranges": {"0": damaged}}
     with pytest.raises(MoQError, match=r"input_ranges\.0"):
-        controller.load_state_dict(state)
+        controller.load_state_dict(checked_state(state))
 
 
 def test_in_a_loop_without_a_controller_train_and_eval_move_the_range() -> None:

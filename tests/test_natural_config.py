@@ -191,6 +191,12 @@ def test_what_only_may_be_late_is_a_note() -> None:
         plan("eigen", 7)
 
 
+def test_what_is_switched_off_is_shown_and_not_migrated() -> None:
+    assert "enabled" in MoQConfig(enabled=False)._repr_html_()
+    with pytest.raises(MoQError, match="enabled is false: such a run trains in float"):
+        migrate({"quantize_training": {"enabled": False}}, 345)
+
+
 @pytest.mark.parametrize("steps", [80, 345])
 def test_deepspeed_s_tutorial_on_a_short_run_names_migrate(steps: int) -> None:
     tutorial = {

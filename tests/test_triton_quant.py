@@ -332,6 +332,20 @@ def test_a_wrong_part_of_the_kernel_is_found_at_first_use(
     assert "it gives other numbers than plain PyTorch" in record.message
 
 
+def test_a_device_without_room_is_no_reason_to_give_the_kernel_up(
+    untried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(*arguments: Any, **how: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(triton_quant, "available", lambda device: True)
+    monkeypatch.setattr(triton_quant, "_try_out", lambda *arguments: None)
+    monkeypatch.setattr(triton_quant, "_launch", launch)
+    with pytest.raises(torch.OutOfMemoryError):
+        triton_quant.fake_quantize(torch.randn(6, 8), 8)
+    assert list(triton_quant._works.values()) == [True]
+
+
 @needs_triton
 @pytest.mark.skipif(INTERPRETED or bool(ARCH), reason="it chooses for itself")
 @pytest.mark.parametrize("first", ["triton", "moq_hf.kernels.triton", "moq_hf.triton_quant"])

@@ -93,11 +93,11 @@ def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
         if not line.strip():
             continue
         try:
-            row = dict(json.loads(line))
+            row = json.loads(line)
             label = row.pop("label", None)
             text = tuple(value for value in row.values() if isinstance(value, str))
             is_legal = len(text) in (1, 2) and (label is None or math.isfinite(label))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, AttributeError, OverflowError):
             is_legal = False
         if not is_legal:
             raise MoQError(

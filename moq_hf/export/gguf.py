@@ -45,7 +45,7 @@ from ..formats.stored import StoredLayer, by_matrix, per_weight
 from ..grid import FP4
 from ..packed.files import new_path, staged
 from ..packed.state import check_taken
-from ..packed.verify import recorded, stored_weights
+from ..packed.verify import stored_weights, verify_quantized
 from ..quantizer import Quantized, dequantize
 from ..serving import GGUF
 from ..text import progress
@@ -190,7 +190,7 @@ def _convert(directory: str | os.PathLike[str], folder: Path, converter: Path) -
 
 
 def _export(directory: Path, out: Path, source: Path) -> GgufExport:
-    saved = recorded(directory)
+    saved = verify_quantized(directory)
     # The converter reads the files, so its names of layers are those in the files.
     names = saved.state["names"] or {}
     stored = {
@@ -292,19 +292,6 @@ class Blocks(NamedTuple):
         return floats_of(self.raw(), GGMLQuantizationType[self.kind])
 
 
-def kind_of(layer: StoredLayer) -> str:
-    """The type of block that holds a layer.
-
-    >>> kind_of(StoredLayer("linear", 3, "packed", (8, 64), (8, 2), True, 0, 0, 0.0))
-    'Q4_0'
-    """
-    if layer.format != "int":
-        return layer.format.upper()
-    if layer.bits > 4:
-        return "Q8_0"
-    return "Q4_0" if layer.symmetric else "Q4_1"
-
-
 def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     """A layer's integers in blocks.
 
@@ -318,7 +305,7 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
             float16.
 
     >>> import torch
-    >>> layer = StoredLayer("linear", 4, "packed", (1, 32), (1, 1), True, 0, 0, 0.0)
+    >>> layer = StoredLayer("linear", 4, "packed", (1, 32), (1, 1), True, 0, 0)
     >>> stored = Quantized(torch.ones(1, 32, dtype=torch.int32), torch.tensor([[0.5]]), None)
     >>> blocks_of(stored, layer, "example").error
     0.0
@@ -334,16 +321,17 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     codes = stored.codes.numpy().astype(np.int16).reshape(rows, blocks, size)
     exact = dequantize(*stored).numpy().reshape(codes.shape)
     scale = per_block(stored.scale)
-    kind = kind_of(layer)
     minimum = None
     # The scale of a block of zeros does not matter.
     used = exact.any(-1, keepdims=True)
     if fp4:
+        kind = layer.format.upper()
         numbers = np.searchsorted(_E2M1, np.abs(codes)) + 8 * (codes < 0)
         scales = torch.from_numpy(scale * fp4.unit).to(_FP4_SCALES[kind])
         packed = scales.view(torch.uint8).numpy()
         written = Blocks(kind, numbers.astype(np.int16), packed, None, 0.0)
     else:
+        kind = "Q8_0" if layer.bits > 4 else "Q4_0" if layer.symmetric else "Q4_1"
         with np.errstate(over="ignore"):
             half = scale.astype(np.float16)
             if stored.zero_point is not None:
@@ -552,7 +540,6 @@ class _Base:
             MoQError: It holds something else than it should; names the tensor.
         """
         from gguf import GGUFReader
-        from gguf.quants import dequantize as floats_of
 
         reader = GGUFReader(path)
         tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -561,10 +548,8 @@ class _Base:
             data = tensors[name].data.view(np.uint8)
             expected = self.tensors[name].data.view(np.uint8)
             if name in parts:
-                expected = np.concatenate([part.values() for part in parts[name]])
-                kind = tensors[name].tensor_type
-                data = floats_of(data, kind).reshape(expected.shape)
-            if not np.array_equal(data, expected):
+                expected = np.concatenate([part.raw() for part in parts[name]])
+            if not np.array_equal(data.ravel(), expected.ravel()):
                 wrong.add(name)
         keys = {name: field.contents() for name, field in _copied(reader).items()}
         for name in keys.keys() | self._fields.keys():

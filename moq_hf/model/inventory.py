@@ -45,7 +45,6 @@ class Inventory:
 
     Attributes:
         model: The model without what wraps it; see `unwrapped`.
-        named: Every name with its module; a module in two places has two.
         modules: Name to module, each module once, in model order.
         adapters: Names of the modules that PEFT has put in, or instead of which it has
             put others.

@@ -212,11 +212,7 @@ def read_state(folder: Path) -> dict[str, Any]:
             f"{folder} is the folder of a run: its packed model is {delivered}"
         )
     state = read_document(path)
-    try:
-        digest = sha256(_canonical(state))
-    except RecursionError:
-        digest = None
-    if digest is None or state.get("digest") != digest:
+    if state.get("digest") != sha256(_canonical(state)):
         raise MoQError(f"{path} is damaged: its digest does not fit its content")
     if state.get("format") != STATE_FORMAT:
         versions = state.get("versions")

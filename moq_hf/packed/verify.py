@@ -250,8 +250,8 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
     Raises:
         MoQError: Something is damaged or missing; names the file and the tensor.
     """
-    found = verify_quantized(directory)
-    contents = _Contents(Path(directory), found.state, found.layers)
+    folder = Path(directory)
+    contents = _Contents(folder, *read_layers(folder))
     weights: dict[str, Quantized] = {}
     for name, layer in contents.layers.items():
         if layer.stored == "float" or layer.bits > MAX_PACKED_BITS:

@@ -112,9 +112,12 @@ def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
         except (OSError, SafetensorError):
             return f"{path.name} is damaged"
     saved: Mapping[str, str] = {}
-    # An entry that was changed by hand is told when it is read.
+    # An entry that was changed by hand is told when it is read; one that a run without
+    # moq_hf handed on is of other weights.
     with contextlib.suppress(KeyError, TypeError, ValueError):
-        saved = dict(entry_of_moq(document.get(CALLBACKS_KEY))["attributes"]["weights"])
+        attributes = entry_of_moq(document.get(CALLBACKS_KEY))["attributes"]
+        if attributes["saved_at"] == document["global_step"]:
+            saved = dict(attributes["weights"])
     for name, checksum in checksums(folder).items() if saved else ():
         if saved.get(name, checksum) != checksum:
             return f"{name} is not the file that was saved with its {STATE_FILE}"
@@ -241,14 +244,20 @@ def forget_best(state: TrainerState) -> None:
 
 
 def last_metrics(state: TrainerState) -> dict[str, Any]:
-    """The last evaluation in the log; that of the best checkpoint, if one was chosen."""
+    """The last evaluation in the log, of all its data sets; that of the best checkpoint, if one was chosen."""
     logs = [
         log
         for log in state.log_history
         if any(name.startswith("eval_") for name in log)
     ]
-    best = [log for log in logs if log["step"] == state.best_global_step]
-    return dict((best or logs or [{}])[-1])
+    steps = [log["step"] for log in logs]
+    wanted = [step for step in steps if step == state.best_global_step] or steps
+    return {
+        name: value
+        for log in logs
+        if log["step"] == wanted[-1]
+        for name, value in log.items()
+    }
 
 
 def entry_of_moq(entries: Any) -> Any:
@@ -271,13 +280,20 @@ def state_of_run(checkpoint: Path) -> Mapping[str, Any]:
     """The controller's state in a checkpoint.
 
     Raises:
-        MoQError: There is none: the run was without MoQ; or it is not as it was
-            written.
+        MoQError: There is none, or it is of an earlier step: the run was without MoQ;
+            or it is not as it was written.
     """
     state = _saved_in(checkpoint)
     if state is None:
         raise MoQError(
             f"{checkpoint / STATE_FILE} holds no state of MoQ: it is not the checkpoint of a run with moq_hf"
+        )
+    document = read_json(checkpoint / STATE_FILE)
+    saved_at = entry_of_moq(document[CALLBACKS_KEY])["attributes"].get("saved_at")
+    if saved_at != document["global_step"]:
+        raise MoQError(
+            f"{checkpoint / STATE_FILE} holds the state of MoQ at step {saved_at}, after which the run went on in "
+            "float: resume it with moq_hf, or pack the checkpoint of that step"
         )
     return state
 

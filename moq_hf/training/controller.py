@@ -26,7 +26,6 @@ from .budget import Choice, Chooser
 from .resume import (
     STATE_VERSION,
     changes,
-    checked_state,
     load_schedule,
     ratios_in_letters,
     ratios_of_letters,
@@ -49,7 +48,9 @@ class MoQController:
         total_steps: Optimizer steps of the run, where the schedule needs them.
 
     Raises:
-        MoQError: The model and the config do not fit each other.
+        MoQError: The model and the config do not fit each other, the run is too short
+            for what the config asks for, there is nothing to measure eigenvalues of, a
+            budget is impossible, or a weight holds NaN or Inf.
 
     Attributes:
         inventory: The `Inventory` of the model.
@@ -76,21 +77,6 @@ class MoQController:
             model if isinstance(model, Inventory) else take_inventory(model, config)
         )
         self.config = config
-        self.begin(inventory, total_steps)
-
-    def begin(self, inventory: Inventory, total_steps: int | None) -> None:
-        """Begin a run in float, whatever was done to the layers before; also called once the length is known.
-
-        Args:
-            inventory: The current inventory of the model.
-            total_steps: Optimizer steps of the run, where the schedule needs them.
-
-        Raises:
-            MoQError: The run is too short for what the config asks for, there is
-                nothing to measure eigenvalues of, a budget is impossible, or a weight
-                holds NaN or Inf.
-        """
-        config = self.config
         self.inventory = inventory
         self.model = inventory.model
         # What stands before the names of blocks in a wrapper, and says nothing in a chart.
@@ -339,7 +325,7 @@ class MoQController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Continue from a saved state; call it after the float weights are loaded.
+        """Continue from a state, as `checked_state` gives it; call it after the float weights are loaded.
 
         Returns:
             The changes of the config that matter: dotted key to the saved and the
@@ -349,31 +335,28 @@ class MoQController:
             MoQError: The state is of other layers, of a config that this one cannot go
                 on from (see `load_schedule`), of a newer moq_hf, or damaged.
         """
-        state = checked_state(state)
         with explained("the checkpoint's MoQ state is damaged"):
-            return self._continue_from(state)
-
-    def _continue_from(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        # Keys that the saved config lacks had their defaults.
-        changed = changes(MoQConfig.from_dict(state["config"]), self.config)
-        load_schedule(self.schedule, state, changed)
-        self.history = [Switch(*switch) for switch in state["history"]]
-        self.choice = None if self.config.budget is None else state["choice"]
-        self._write_bits(self.blocks, state["ratios"])
-        load_ranges(inputs_of(self.layers), state["input_ranges"])
-        # Before the offset a changed config may have grouped the layers into other blocks.
-        if self.sensitivity is not None and (self.has_begun or not changed):
-            # With other limits the number of examples is found again.
-            asked = (
-                {"rows": 0}
-                if any(
-                    key.startswith(("eigenvalue.", "sensitivity.")) for key in changed
+            # Keys that the saved config lacks had their defaults.
+            changed = changes(MoQConfig.from_dict(state["config"]), self.config)
+            load_schedule(self.schedule, state, changed)
+            self.history = [Switch(*switch) for switch in state["history"]]
+            self.choice = None if self.config.budget is None else state["choice"]
+            self._write_bits(self.blocks, state["ratios"])
+            load_ranges(inputs_of(self.layers), state["input_ranges"])
+            # Before the offset a changed config may have grouped the layers into other blocks.
+            if self.sensitivity is not None and (self.has_begun or not changed):
+                # With other limits the number of examples is found again.
+                asked = (
+                    {"rows": 0}
+                    if any(
+                        key.startswith(("eigenvalue.", "sensitivity."))
+                        for key in changed
+                    )
+                    else {}
                 )
-                else {}
-            )
-            self.sensitivity.load_state_dict({**state["sensitivity"], **asked})
-        self.refresh()
-        return changed
+                self.sensitivity.load_state_dict({**state["sensitivity"], **asked})
+            self.refresh()
+            return changed
 
     def summary(self) -> str:
         """One line on what is quantized and what is not, with the reason where the config does not say it."""

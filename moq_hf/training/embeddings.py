@@ -141,10 +141,13 @@ def _attention(model: nn.Module) -> tuple[list[nn.Module], int]:
         )
     body: Any = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
     config = body.config
-    size = getattr(config, "head_dim", None)
-    return [*found.values()][
-        -1
-    ], size or config.hidden_size // config.num_attention_heads
+    layers = [*found.values()][-1]
+    heads = config.num_attention_heads
+    if len(layers) == 1 and getattr(config, "num_key_value_heads", heads) != heads:
+        raise MoQError(
+            "distillation.relations: one layer gives queries, keys and values of different sizes; set it to 0"
+        )
+    return layers, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def _tokens(states: Tensor, mask: Any) -> Tensor:

@@ -182,11 +182,27 @@ class Divergence(_Measure):
         Raises:
             MoQError: The model's output has no logits.
         """
-        with measuring(self.model):
-            costs = divergences(self.model, batches, self._quantized_layers(), levels)
-        for name, block in costs.items():
-            means = mean_over_ranks([*block.values()], self.device)
-            costs[name] = dict(zip(block, means, strict=True))
+        layers = self._quantized_layers()
+        counts = [rows_of(batch) for batch in batches]
+        kept = KEPT_LOGITS // len(batches)
+        costs: Costs = {}
+        with measuring(self.model), torch.no_grad():
+            references = [_reference(self.model, batch, kept) for batch in batches]
+            for block, levels_of_block in levels.items():
+                costs[block] = {}
+                for bits in levels_of_block:
+                    with at_bits(layers[block], bits):
+                        sums = [
+                            rows * reference()
+                            for rows, reference in zip(counts, references, strict=True)
+                        ]
+                    moved = sum(sums) / sum(counts)
+                    # A divergence below 0 is rounding.
+                    at_least = max(0.0, moved) if math.isfinite(moved) else moved
+                    costs[block][bits] = at_least
+        for name, own in costs.items():
+            means = mean_over_ranks([*own.values()], self.device)
+            costs[name] = dict(zip(own, means, strict=True))
         self._warn_of_infinite({name: sum(costs[name].values()) for name in costs})
         return costs
 
@@ -311,43 +327,6 @@ MEASURES: dict[str, type[Measure]] = {
     "divergence": Divergence,
     "eigenvalue": Eigenvalue,
 }
-
-
-def divergences(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    layers: Mapping[str, Sequence[QuantLayer]],
-    levels: Mapping[str, Sequence[int]],
-) -> Costs:
-    """The divergence of each block at each of some bits, at least 0; NaN or Inf where the logits are.
-
-    Args:
-        model: The model inside `measuring`.
-        batches: Training examples, on the model's device.
-        layers: Block name to its layers.
-        levels: Block name to the bits to try.
-
-    Raises:
-        MoQError: The model's output has no logits.
-    """
-    counts = [rows_of(batch) for batch in batches]
-    costs: Costs = {}
-    with torch.no_grad():
-        references = [
-            _reference(model, batch, KEPT_LOGITS // len(batches)) for batch in batches
-        ]
-        for block, levels_of_block in levels.items():
-            costs[block] = {}
-            for bits in levels_of_block:
-                with at_bits(layers[block], bits):
-                    sums = [
-                        rows * reference()
-                        for rows, reference in zip(counts, references, strict=True)
-                    ]
-                moved = sum(sums) / sum(counts)
-                # A divergence below 0 is rounding.
-                costs[block][bits] = max(0.0, moved) if math.isfinite(moved) else moved
-    return costs
 
 
 def logits_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

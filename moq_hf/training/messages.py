@@ -262,6 +262,8 @@ def ended_early(
         best: Whether the best checkpoint was to be loaded.
     """
     text = f"training ended at step {steps:,}, before every block was at {config.target_in_words}"
+    if config.blend.enabled:
+        text += " with no float weights blended in"
     if config.activations.enabled:
         text += f" with inputs rounded, after step {config.activations.start_step:,}"
     text = f"{text}: {blocks_in_words(bits)}"

@@ -257,18 +257,6 @@ def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int)
     return planned
 
 
-def check_start(step: int, total_steps: int) -> None:
-    """Check that a run whose schedule starts at `step` goes on after it.
-
-    Raises:
-        MoQError: It does not.
-    """
-    if step >= total_steps:
-        raise MoQError(
-            f"the run has no optimizer step: set num_train_epochs or max_steps to more than {step}"
-        )
-
-
 def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
     """Check that a schedule which depends on the length of its run still fits into the resumed run.
 

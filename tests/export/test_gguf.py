@@ -226,9 +226,10 @@ def test_a_tied_head_with_other_codes_than_its_table(tmp_path: Path, checkpoint:
 def test_experts_share_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"model.layers.0.block_sparse_moe.experts.{i}.w1" for i in range(3)]
     weights = {name: quantizer.quantize(torch.randn(8, 64), 4, Grid(PerGroup(32))) for name in names}
-    layer = StoredLayer("linear", 4, "packed", (8, 64), (8, 2), True, 0, 0, 0.0)
+    layer = StoredLayer("linear", 4, "packed", (8, 64), (8, 2), True, 0, 0)
     layers = dict.fromkeys(names, layer)
-    monkeypatch.setattr(gguf_module, "recorded", lambda folder: SimpleNamespace(layers=layers, state={}))
+    saved = SimpleNamespace(layers=layers, state={"names": None})
+    monkeypatch.setattr(gguf_module, "verify_quantized", lambda folder: saved)
     monkeypatch.setattr(gguf_module, "stored_weights", lambda folder: dict(weights))
     monkeypatch.setattr(gguf_module, "check_taken", lambda folder, server: None)
     writer = gguf.GGUFWriter(tmp_path / "base.gguf", "llama")

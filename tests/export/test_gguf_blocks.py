@@ -18,7 +18,7 @@ gguf = pytest.importorskip("gguf")
 def layer_of(stored: Quantized, bits: int) -> StoredLayer:
     scales = (stored.scale.shape[0], stored.scale.shape[1])
     shape = (stored.codes.shape[0], stored.codes.shape[1])
-    return StoredLayer("linear", bits, "packed", shape, scales, stored.zero_point is None, 0, 0, 0.0)
+    return StoredLayer("linear", bits, "packed", shape, scales, stored.zero_point is None, 0, 0)
 
 
 def quantized(bits: int, grouping: Grouping, symmetric: bool = True) -> tuple[Quantized, StoredLayer]:

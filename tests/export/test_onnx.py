@@ -376,6 +376,8 @@ def test_how_large_pictures_are(text: str | None, shape: tuple[int, int], tmp_pa
         ('{"label": 1}', "line 1"),
         ('{"a": "x", "label": NaN}', "line 1"),
         ("[1]", "line 1"),
+        ('["ab"]', "line 1"),
+        ('{"a": "x", "label": ' + "9" * 400 + "}", "line 1"),
     ],
 )
 def test_wrong_data(text: str, says: str, tmp_path: Path) -> None:

@@ -224,7 +224,6 @@ def outcome(made: dict[str, Any]) -> dict[str, Any]:
         "history": None if controller is None else json.loads(json.dumps(controller.history)),
         "losses": made["losses"],
         "ranges": None if controller is None else controller.state_dict()["input_ranges"],
-        "eigenvalues": getattr(getattr(controller, "sensitivity", None), "eigenvalues", None),
     }
 
 

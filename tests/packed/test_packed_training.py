@@ -184,8 +184,11 @@ def test_the_metrics_are_those_of_the_last_evaluation(tmp_path: Path) -> None:
     assert last_metrics(trainer.state) == {}
     trainer.state.log_history = [{"loss": 1.0, "step": 1}, {"eval_a": 1.0, "step": 2}, {"eval_a": 2.0, "step": 4}]
     assert last_metrics(trainer.state)["eval_a"] == 2.0
+    # The Trainer logs each of several data sets by itself.
+    trainer.state.log_history.append({"eval_b": 3.0, "step": 4})
+    assert last_metrics(trainer.state) == {"eval_a": 2.0, "eval_b": 3.0, "step": 4}
     trainer.state.best_global_step = 2
-    assert last_metrics(trainer.state)["eval_a"] == 1.0
+    assert last_metrics(trainer.state) == {"eval_a": 1.0, "step": 2}
 
 
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from moq_hf import MoQConfig, block_eigenvalues, quantize_model
 from moq_hf.schedule import FLOAT_BITS
 from moq_hf.training.budget import _falling
 from moq_hf.training.controller import MoQController
-from moq_hf.training.measures import compared_rows, divergences, finite_costs
+from moq_hf.training.measures import compared_rows, finite_costs
 from moq_hf.training.measuring import measuring
 
 BUDGET = {"quantize_bits": {"start_bits": 2, "target_bits": {"mean": 3.0}}, "quantize_groups": "per_channel"}
@@ -70,10 +70,8 @@ def test_no_divergence_is_finite_where_the_logits_are_not(broken: float, tiny_be
     controller = MoQController(tiny_bert, MoQConfig.from_dict(BUDGET), 300)
     with torch.no_grad():
         tiny_bert.classifier.bias.fill_(broken)
-    layers = {"unit": [controller.layers["bert.pooler.dense"]]}
-    with measuring(tiny_bert):
-        found = divergences(tiny_bert, [tiny_batch], layers, {"unit": [2, 4]})
-    assert not any(map(math.isfinite, found["unit"].values()))
+    found = controller.sensitivity.measure.costs([tiny_batch], {"bert.pooler.dense": [2, 4]})
+    assert not any(map(math.isfinite, found["bert.pooler.dense"].values()))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])

@@ -94,6 +94,16 @@ def test_queries_keys_and_values_of_families(config: Any, model: Any, heads: tup
     assert nothing == []
 
 
+def test_one_layer_with_fewer_keys_than_queries_is_refused() -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "pad_token_id": 0}
+    model = hf.Phi3Model(hf.Phi3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    with (
+        pytest.raises(MoQError, match="one layer gives queries, keys and values of different sizes"),
+        queries_keys_values(model),
+    ):
+        pass
+
+
 def test_a_model_without_attention() -> None:
     with (
         pytest.raises(MoQError, match=r"distillation\.relations: no layers of the model are named"),

@@ -22,6 +22,7 @@ from tiny_runs import (
     assert_same,
     moq,
     new_model,
+    rows,
     stock,
     trainer_state,
     weights,
@@ -38,9 +39,10 @@ from moq_hf import (
     verify_quantized,
 )
 from moq_hf.model.convert import quant_layers
+from moq_hf.packed.pack import pack_checkpoint
 from moq_hf.training.checkpoints import checkpoints, fault_of
 from moq_hf.training.controller import MoQController
-from moq_hf.training.resume import STATE_VERSION, changes, load_schedule
+from moq_hf.training.resume import STATE_VERSION, changes, checked_state, load_schedule
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 
@@ -285,7 +287,7 @@ def test_a_state_of_a_newer_version_or_a_damaged_one_is_told(run: Path) -> None:
         (spoiled(state, "schedule", "blocks", block), "another set of blocks"),
     ]:
         with pytest.raises(MoQError, match=text):
-            MoQController(new_model(), MoQConfig.from_dict(CONFIG), 16).load_state_dict(wrong)
+            MoQController(new_model(), MoQConfig.from_dict(CONFIG), 16).load_state_dict(checked_state(wrong))
 
 
 def test_any_value_changed_by_hand_is_one_error_or_none() -> None:
@@ -302,7 +304,7 @@ def test_any_value_changed_by_hand_is_one_error_or_none() -> None:
     for path in places(state):
         wrong = spoiled(state, *path, value=generator.choice(WRONG))
         try:
-            controller.load_state_dict(wrong)
+            controller.load_state_dict(checked_state(wrong))
             controller.step()
         except MoQError as error:
             assert len(str(error)) < 1000
@@ -495,6 +497,31 @@ def test_a_run_that_goes_on_in_float_says_so(run: Path, tmp_path: Path, caplog: 
     caplog.clear()
     moq(tmp_path / "none", None).train(resume_from_checkpoint=checkpoint)
     assert "made with MoQ; without moq_config the run goes on in float" in caplog.text
+
+
+def test_a_run_in_float_hands_the_state_on(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def plain(folder: Path, **more: Any) -> Trainer:
+        return Trainer(new_model(), arguments(folder, **more), train_dataset=rows(), callbacks=[Stop(9)])
+
+    def off(folder: Path, **more: Any) -> Trainer:
+        return stock(folder, {**CONFIG, "enabled": False}, [Stop(9)], **more)
+
+    def without(folder: Path, **more: Any) -> Trainer:
+        return moq(folder, None, [Stop(9)], **more)
+
+    for make in (plain, off, without):
+        folder = part(run, tmp_path / make.__name__, 7)
+        make(folder, **SAVING).train(resume_from_checkpoint=str(folder / "checkpoint-7"))
+        checkpoint = folder / "checkpoint-9"
+        assert last_checkpoint(folder) == str(checkpoint) and fault_of(checkpoint) is None
+        with pytest.raises(MoQError, match="of MoQ at step 7, after which the run went on in float: resume it with"):
+            pack_checkpoint(checkpoint, folder / "packed")
+        caplog.clear()
+        back = moq(folder)
+        back.train(resume_from_checkpoint=True)
+        assert [r.message for r in caplog.records if "step 9" in r.message and "step 7" in r.message]
+        # Seven steps with MoQ before, and seven now.
+        assert trainer_state(back)["schedule"]["steps"] == 14
 
 
 def test_a_checkpoint_made_without_moq_says_when_quantization_begins(
