@@ -14,7 +14,7 @@ RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
 RESTART = "cosine_with_restarts"
 # Keys of a run that its identity leaves out at these values.
 LATER: dict[str, Any] = {
-    "bf16": False, "warm_times": 1, "warm_decay": "linear", "averaged": False, "dropout": True, "gpu": False,
+    "bf16": False, "warm_times": 1, "warm_decay": "linear", "dropout": True, "gpu": False,
     "warm_dropout": True,
 }  # fmt: skip
 # The same for float models of twice the epochs, on every task, by the plan "rates".
@@ -22,12 +22,14 @@ LONG_RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 1e-4}
 MIDDLE = "basic QAT from the middle of a run, no teacher"
 OWN, LONG_OWN = -1.0, -2.0  # Stand for the task's of `RATES` and of `LONG_RATES`.
 TABLES = "per channel, full, tables at 8 bits"
+FROM_GPTQ = "per channel, full, from GPTQ's rounding"
 GROUPS: dict[str, dict[str, Any]] = {
     "8 blocks": {"quantize_groups": 8, "quantize_algo": {"range": "narrow"}},
     "per channel": {"quantize_groups": "per_channel", "quantize_algo": {"range": "narrow"}},
     "groups of 64": {"quantize_group_size": 64, "quantize_algo": {"range": "narrow"}},
     "groups of 32": {"quantize_group_size": 32, "quantize_algo": {"range": "narrow"}},
     "per channel, full": {"quantize_groups": "per_channel", "quantize_algo": {"range": "full"}},
+    FROM_GPTQ: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full", "gptq": 256}},
     TABLES: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full"}, "quantize_embeddings": "auto"},
     "groups of 64, full": {"quantize_group_size": 64, "quantize_algo": {"range": "full"}},
     "groups of 32, full": {"quantize_group_size": 32, "quantize_algo": {"range": "full"}},
@@ -57,7 +59,6 @@ class Arm:
         warm_decay: Of the learning rate of that float run.
         warm_dropout: Whether that float run had dropout.
         decay: Of the learning rate, as Trainer's `lr_scheduler_type`; the restart of `RESTART` is in the middle.
-        averaged: Scored with the mean of the float weights over the last quarter of the steps, quantized.
         dropout: Whether dropout stays on: beside a teacher, where moq_hf switches it off by default, or in a run
             without one.
     """
@@ -74,7 +75,6 @@ class Arm:
     warm_times: float = 1
     warm_decay: str = "linear"
     decay: str = "linear"
-    averaged: bool = False
     dropout: bool = True
     warm_dropout: bool = True
 
@@ -193,12 +193,15 @@ NO_DROPOUT = taught(
 )
 
 
+# Float of as many steps, also rounded, and float first as it is since dropout beside the teacher is off.
+ROUNDED = replace(LONG, after=(4, 3, 2), after_groups=LOW_GRIDS[1:])
+AS_IT_IS = (ROUNDED, *(replace(taught(bits, "per channel, full"), dropout=False) for bits in (2, 4, 3)))
+
 PLANS = {
     # Float first, at equal total steps: grids, schedules, and what there is without a float phase.
     "recipes": Plan(
         (
             LOW_FLOAT,
-            taught(2, "per channel, full", averaged=True),
             taught(2, "per channel, full"),
             taught(2, "per channel, full", 4, name="MoQ 4 by 0.3, float first"),
             taught(2, "per channel"),
@@ -223,9 +226,7 @@ PLANS = {
         seeds=(1,),
         bf16=True,
     ),
-    "fair": Plan(
-        (replace(LONG, after=(4, 3, 2), after_groups=LOW_GRIDS[1:]),), tasks=("mrpc", "cola", "sst2"), bf16=True
-    ),
+    "fair": Plan((ROUNDED,), tasks=("mrpc", "cola", "sst2"), bf16=True),
     # What other grids make of the same models, without a step.
     "grids": Plan((replace(LONG, after=(4, 3, 2), after_groups=MORE_GRIDS),), seeds=(2, 3, 4, 5), bf16=True),
     # What may close the gap to them: one of them, finished, as start and teacher, which takes half as many steps
@@ -253,7 +254,9 @@ PLANS = {
         ),
         seeds=(1, 2, 3, 4),
     ),
-    # Float first as it is since dropout beside the teacher is off, and what it is held against, all on one GPU.
+    # Page one's: the first two seeds are those of the plan "gpu".
+    "float32": Plan(AS_IT_IS, seeds=(3, 4, 5)),
+    "gptq": Plan((replace(taught(2, FROM_GPTQ), dropout=False),), ("sst2", "cola"), (1, 2, 3, 4)),
     "gpu rates": Plan(
         tuple(replace(LONG, learning_rate=rate, dropout=False) for rate in (1e-4, 5e-5, 2e-4)),
         seeds=(1,),
@@ -262,8 +265,7 @@ PLANS = {
     ),
     "gpu": Plan(
         (
-            replace(LONG, after=(4, 3, 2), after_groups=LOW_GRIDS[1:]),
-            *(replace(taught(bits, "per channel, full"), dropout=False) for bits in (2, 3, 4)),
+            *AS_IT_IS,
             *(shared(bits, 0.75) for bits in (2, 3, 4)),
             replace(LONG, dropout=False),
             *(qat(bits, "basic QAT, all steps", times=2, groups="per channel, full") for bits in (2, 3, 4)),
@@ -379,10 +381,6 @@ class Run:
     def key(self) -> str:
         """The same as text."""
         return json.dumps(self.identity(), sort_keys=True)
-
-    def unaveraged(self) -> "Run":
-        """The run that trains the same, scored with the weights that it ends with."""
-        return replace(self, arm=replace(self.arm, averaged=False))
 
     def teacher(self) -> "Run | None":
         """The float run whose model this one needs, if any."""

@@ -30,7 +30,6 @@ from typing import Any
 import elsewhere  # noqa: F401 - scripts/
 from glue_data import TASKS
 from glue_plans import EPOCHS, GROUPS, LATER, PLANS, RESTART, Run
-from transformers import TrainerCallback
 
 LENGTH, BATCH, EVAL_BATCH = 128, 32, 128
 DROPOUT = 0.1  # What BERT has.
@@ -91,26 +90,6 @@ def folder_of(run: Run) -> str:
     return f"{run.task}-{run.seed}-{run.arm.learning_rate:g}-{run.epochs:g}{rows}{kind}"
 
 
-class Mean(TrainerCallback):
-    """The sum of a model's weights after each step of the last quarter of a run."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.count = model, 0
-        self.sums: list[Any] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add what the optimizer made of the weights."""
-        if 4 * state.global_step <= 3 * state.max_steps:
-            return
-        weights = [parameter.detach() for parameter in self.model.parameters()]
-        if not self.count:
-            self.sums = [weight.clone() for weight in weights]
-        else:
-            for total, weight in zip(self.sums, weights, strict=True):
-                total.add_(weight)
-        self.count += 1
-
-
 _machine: Machine | None = None
 
 
@@ -139,9 +118,6 @@ def execute(run: Run, is_trained: bool) -> list[dict[str, Any]]:
     here = _machine
     assert here is not None
     trainer = trainer_of(run, here, is_trained)
-    mean = Mean(trainer.model) if run.arm.averaged else None
-    if mean is not None:
-        trainer.add_callback(mean)
     began, cpu = time.perf_counter(), time.process_time()
     if not is_trained:
         trainer.train()
@@ -158,10 +134,7 @@ def execute(run: Run, is_trained: bool) -> list[dict[str, Any]]:
     }
     timed = {"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)}
     lines = [] if is_trained else [{**line_of(trainer, run), **timed, **common}]
-    if mean is not None:
-        lines[0].pop("averaged")
-        lines.append({**averaged(trainer, run, mean), **common})
-    if run.arm.moq is None and not run.arm.averaged:
+    if run.arm.moq is None:
         trainer.model.save_pretrained(here.float_model(run))
         for bits in run.arm.after:
             for groups in run.arm.after_groups:
@@ -243,22 +216,6 @@ def line_of(trainer: Any, run: Run) -> dict[str, Any]:
     }
 
 
-def averaged(trainer: Any, run: Run, mean: Any) -> dict[str, Any]:
-    """The line of the same run with the mean of its last weights, quantized."""
-    import torch
-
-    with torch.no_grad():
-        for parameter, value in zip(trainer.model.parameters(), mean.sums, strict=True):
-            parameter.copy_(value / mean.count)
-    if trainer.moq is not None:
-        trainer.moq.controller.refresh()
-    metrics = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
-    return {
-        **{name: value for name, value in line_of(trainer, run).items() if name != "metric_per_epoch"},
-        "metrics": {name: metrics[name] for name in METRICS if name in metrics},
-    }
-
-
 def after_training(trainer: Any, run: Run, bits: int, groups: str, grouping: Mapping[str, Any]) -> dict[str, Any]:
     """The float model of `trainer`, quantized now and evaluated."""
     from moq_hf import quantize_model
@@ -323,8 +280,7 @@ def waiting(args: argparse.Namespace, lines: list[dict[str, Any]]) -> Iterator[R
                     if not known and not (args.model_dir / folder_of(teacher) / "config.json").exists():
                         asked.add(teacher.key())
                         yield teacher
-                    # One that is averaged writes the other's line too.
-                    asked |= {run.key(), run.unaveraged().key()}
+                    asked.add(run.key())
                     yield run
 
 

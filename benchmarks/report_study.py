@@ -29,7 +29,6 @@ class Ways(NamedTuple):
         times: How many times the task's epochs the run has that wrote the line.
         rates: Learning rate by task.
         bf16: Computed in bfloat16.
-        averaged: Scored with the mean of the last weights.
         dropout: With dropout beside a teacher, or throughout a run without one.
         gpu: Trained on a GPU.
     """
@@ -39,7 +38,6 @@ class Ways(NamedTuple):
     times: float = 1
     rates: Mapping[str, float] = RATES
     bf16: bool = True
-    averaged: bool = False
     dropout: bool = True
     gpu: bool = False
 
@@ -73,7 +71,6 @@ def scores(task: str, ways: Ways, bits: int = 32) -> dict[int, float]:
         "decay": "linear",
         "rows": None,
         "bf16": ways.bf16,
-        "averaged": ways.averaged,
         "dropout": ways.dropout,
         "gpu": ways.gpu,
         "held_out": None,  # As lines have it that were scored on rows held out of training.
@@ -98,6 +95,11 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float], digits: int =
     if len(both) == 1:
         return f"{both[0]:+.{digits}f}{few}"
     return f"{statistics.fmean(both):+.{digits}f} ± {half_interval(both):.{digits}f}{few}"
+
+
+def interval(differences: Mapping[int, float]) -> str:
+    """The mean of differences by seed, and half its 95 % interval."""
+    return paired(differences, dict.fromkeys(differences, 0.0))
 
 
 def half_interval(values: Sequence[float]) -> float:

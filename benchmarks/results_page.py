@@ -18,7 +18,7 @@ import glue_plans
 import perplexity
 from glue_plans import MORE_GRIDS
 from lines import Lines
-from report_study import FLOAT, LONG, LONG_RATES, TASKS, Ways, average, paired, scores, spread
+from report_study import FLOAT, LONG, LONG_RATES, TASKS, Ways, average, interval, paired, scores, spread
 
 from moq_hf.formats.table import NEEDS
 from moq_hf.text import markdown_table
@@ -50,21 +50,42 @@ FINISHED = Ways("basic QAT from a finished float model", rates=LONG_RATES)
 FINISHED_32 = FINISHED._replace(groups="groups of 32, full")
 NO_DROPOUT = Ways(glue_plans.NO_DROPOUT.name, dropout=False)
 MIDDLE = Ways(glue_plans.MIDDLE, times=2, rates=LONG_RATES)
-# What is compared at equal steps, and what the float model of as many steps is worth when it is rounded.
-RECIPES = {
-    "rounding": LONG._replace(arm="after training", groups="per channel, full"),
-    "rounding, groups of 32": LONG._replace(arm="after training", groups="groups of 32, full"),
-    "basic QAT": Ways("basic QAT, all steps", times=2),
-    "moq_hf": MOQ_HF,
-}
+ROUNDED = LONG._replace(arm="after training", groups="per channel, full")
+ROUNDED_32 = ROUNDED._replace(groups="groups of 32, full")
+BASIC = Ways("basic QAT, all steps", times=2)
 BITS = (4, 3, 2)
 ALL, TWO, ONE = tuple(TASKS), ("sst2", "cola"), ("sst2",)
 SETS = {**{name: (task,) for task, name in TASKS.items()}, "all three": ALL}
+SEEDS_ON_A_GPU = (1, 2)
 
 
 def mean(values: Mapping[int, float]) -> float:
     """Of numbers by seed."""
     return statistics.fmean(values.values())
+
+
+def as_it_is(tasks: Iterable[str], ways: Ways, bits: int = 32) -> dict[int, float]:
+    """By seed, of the plans "gpu" and "float32"."""
+    on_gpu, on_cpu = (average(tasks, each, bits) for each in (ways._replace(gpu=True), ways._replace(bf16=False)))
+    return {seed: on_gpu[seed] for seed in SEEDS_ON_A_GPU} | {
+        seed: value for seed, value in on_cpu.items() if seed not in SEEDS_ON_A_GPU
+    }
+
+
+# What is compared at equal steps: where its runs are, which has their float model too, and how they trained.
+RECIPES: dict[str, tuple[Callable[..., dict[int, float]], Ways]] = {
+    "rounding": (as_it_is, ROUNDED),
+    "rounding, groups of 32": (as_it_is, ROUNDED_32),
+    "basic QAT": (average, BASIC),
+    "moq_hf": (as_it_is, MOQ_HF._replace(dropout=False)),
+}
+
+
+def points(name: str, bits: int, tasks: Iterable[str] = ALL) -> dict[int, float]:
+    """By seed, against a float model of as many steps, trained on the same machine."""
+    runs, ways = RECIPES[name]
+    reference = runs(tasks, LONG)
+    return {seed: score - reference[seed] for seed, score in runs(tasks, ways, bits).items()}
 
 
 def cells_of(lines: Iterable[str]) -> list[list[Any]]:
@@ -82,11 +103,10 @@ def first_page() -> list[list[Any]]:
     }
     bytes_of = document("sizes")["models"]["all-MiniLM-L6-v2"]
     steps = document("step_time")["results"]["float32, 1 x 16 x 64"]
-    reference = average(ALL, LONG)
     found: list[list[Any]] = [["bits", *names, "size", "training step"]]
-    found.append(["float", f"{mean(reference):.1f}", "", "", f"{bytes_of['float'] / 1e6:.1f} MB", "1.00"])
+    found.append(["float", f"{mean(as_it_is(ALL, LONG)):.1f}", "", "", f"{bytes_of['float'] / 1e6:.1f} MB", "1.00"])
     for bits in BITS:
-        cells = [paired(average(ALL, RECIPES[name], bits), reference) for name in names.values()]
+        cells = [interval(points(name, bits)) for name in names.values()]
         size = f"{bytes_of['tables at 8 bits'][str(bits)] / 1e6:.1f} MB"
         step = steps.get(f"moq_hf, {bits} bits")
         found.append([bits, *cells, size, f"{step['ratio']:.2f}" if step else ""])
@@ -95,13 +115,11 @@ def first_page() -> list[list[Any]]:
 
 def equal_steps() -> list[list[Any]]:
     """Points against float of as many steps, a task and a number of bits a line."""
-    columns = {**RECIPES, "from the float model": FINISHED}
-    found: list[list[Any]] = [["bits", "task", "float", *columns]]
+    found: list[list[Any]] = [["bits", "task", "float", *RECIPES]]
     for bits in BITS:
         for name, tasks in SETS.items():
-            reference = average(tasks, LONG)
-            own = [average(tasks, ways, bits) for ways in columns.values()]
-            found.append([bits, name, f"{mean(reference):.1f}", *(paired(each, reference) for each in own)])
+            cells = [interval(points(each, bits, tasks)) for each in RECIPES]
+            found.append([bits, name, f"{mean(as_it_is(tasks, LONG)):.1f}", *cells])
     return found
 
 
@@ -121,7 +139,7 @@ def grids() -> list[list[Any]]:
     reference = average(ALL, LONG)
     for name in ("per channel, full", *MORE_GRIDS[:2], "groups of 32, full", *MORE_GRIDS[2:]):
         where, how = name.split(", ")
-        own = [average(ALL, RECIPES["rounding"]._replace(groups=name), bits) for bits in BITS]
+        own = [average(ALL, ROUNDED._replace(groups=name), bits) for bits in BITS]
         search = "mse" if how == "full" else how
         found.append([where, search, *(paired(each, reference) if len(each) > 1 else "" for each in own)])
     return found
@@ -133,7 +151,7 @@ def tables_at_8_bits() -> list[float]:
     for task in TWO:
         for bits in (8, *BITS):
             plain, coarse = (
-                scores(task, in_float32(RECIPES["rounding"])._replace(groups=groups), bits)
+                scores(task, in_float32(ROUNDED)._replace(groups=groups), bits)
                 for groups in ("per channel, full", glue_plans.TABLES)
             )
             found += [coarse[seed] - plain[seed] for seed in plain.keys() & coarse.keys()]
@@ -187,7 +205,7 @@ def narrow(name: str) -> Ways:
 PRETRAINED, FALLING = old("basic QAT"), old("MoQ")
 CHANGES = {
     "the recipe: half of the steps in float, the float model is the teacher": (
-        Change("basic QAT for all steps", at(RECIPES["basic QAT"], *BITS)),
+        Change("basic QAT for all steps", at(BASIC, *BITS)),
         Change("rounding alone, after half of the steps", at(Ways("after training"), *BITS)),
         Change("the same in groups of 32", at(Ways("after training", "groups of 32, full"), *BITS)),
         Change(
@@ -197,7 +215,7 @@ CHANGES = {
         Change("bits that fall from 8", at(Ways("MoQ 8 by 0.3, float first"), 2), TWO),
         Change("bits by layer, chosen by divergence", at(Ways("3 bits on average by divergence, float first"), 3)),
         Change("bits by layer, chosen by trace", at(Ways("3 bits on average by trace, float first"), 3)),
-        Change("the mean of the last quarter's weights", at(taught(averaged=True), 2)),
+        Change("the mean of the last quarter's weights", at(taught(", the mean of the last quarter's weights"), 2)),
         Change("narrow ranges: ternary", at(taught(groups="per channel"), 2)),
         Change("groups of 64", at(taught(groups="groups of 64, full"), 2), TWO),
         Change("asymmetric", at(taught(groups="per channel, asymmetric"), 2), TWO),
@@ -211,8 +229,8 @@ CHANGES = {
         Change("one run, quantized from its middle on, no teacher", at(MIDDLE, 2)),
     ),
     "a finished float model, rounded in groups of 32": (
-        Change("half as many steps, with it as teacher", at(FINISHED_32, 3), against=RECIPES["rounding, groups of 32"]),
-        Change("the same at 2 bits", at(FINISHED_32, 2), against=RECIPES["rounding, groups of 32"]),
+        Change("half as many steps, with it as teacher", at(FINISHED_32, 3), against=ROUNDED_32),
+        Change("the same at 2 bits", at(FINISHED_32, 2), against=ROUNDED_32),
     ),
     "half as many steps from a finished float model, which is the teacher": (
         Change("groups of 32", at(FINISHED_32, 2), against=FINISHED),
@@ -269,23 +287,30 @@ def arms() -> list[list[Any]]:
     for basis, changes in CHANGES.items():
         found.append([f"**{basis}**", *[""] * (len(found[0]) - 1)])
         for change in changes:
-            pairs = {
-                bits: (average(change.tasks, ways, bits), average(change.tasks, change.against, bits))
-                for bits, ways in change.arms.items()
-            }
-            (seeds,) = {len(ours.keys() & theirs.keys()) for ours, theirs in pairs.values()}
+            gains = {}
+            for bits, ways in change.arms.items():
+                ours, theirs = (average(change.tasks, each, bits) for each in (ways, change.against))
+                gains[bits] = {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
+            (seeds,) = {len(each) for each in gains.values()}
             names = "all" if change.tasks == ALL else ", ".join(TASKS[task] for task in change.tasks)
-            cells = [paired(*pairs[bits]) if bits in pairs else "" for bits in BITS]
+            cells = [interval(gains[bits]) if bits in gains else "" for bits in BITS]
             found.append([change.text, names, seeds, *cells])
     return found
+
+
+def quantized_at(rate: float) -> Ways:
+    """Float first with another learning rate in its quantized half, the same for all tasks."""
+    return MOQ_HF._replace(dropout=False, rates=dict.fromkeys(ALL, rate))
 
 
 # Float first as it is now, its variations, and what is held against the same float models.
 ON_A_GPU = {
     "float without dropout": LONG._replace(dropout=False),
-    "rounding, groups of 32": RECIPES["rounding, groups of 32"],
-    "basic QAT": RECIPES["basic QAT"],
+    "basic QAT": BASIC,
     "**float first**": MOQ_HF._replace(dropout=False),
+    "1e-4 in the quantized half": quantized_at(1e-4),
+    "2e-4 there": quantized_at(2e-4),
+    "4e-4 there": quantized_at(4e-4),
     "no dropout in float either": NO_DROPOUT,
     "no labels": taught(", no labels", dropout=False),
     "three quarters in float": taught(", 0.75 of the steps in float", times=0.5, dropout=False),
