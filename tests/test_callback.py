@@ -28,7 +28,7 @@ from tiny_runs import (
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from moq_hf import MoQCallback, MoQError, QuantLinear
+from moq_hf import MoQCallback, MoQError, MoQTrainer, QuantLinear
 from moq_hf import quantizer as q
 from moq_hf.grid import Grid, RowBlocks
 from moq_hf.model.convert import quant_layers
@@ -107,6 +107,27 @@ def test_a_loss_that_counts_its_items_is_left_to_the_trainer(tmp_path: Path) -> 
     trainer = moq(tmp_path, gradient_accumulation_steps=2, label_smoothing_factor=0.1, max_steps=3)
     trainer.train()
     assert trainer.model_accepts_loss_kwargs
+
+
+class OnTwoDevices(hf.BertForSequenceClassification):
+    """Gives a loss for each device, as DataParallel gathers them."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = torch.stack([output.loss, output.loss])
+        return output
+
+
+@pytest.mark.parametrize("is_taught", [False, True])
+def test_a_loss_for_each_device_is_averaged(is_taught: bool, tmp_path: Path) -> None:
+    settings = arguments(tmp_path, remove_unused_columns=False)
+    settings._n_gpu = 2
+    plain = new_model()
+    model = OnTwoDevices(plain.config)
+    trainer = MoQTrainer(model, settings, train_dataset=rows(), moq_config=CONFIG, teacher=plain if is_taught else None)
+    trainer.train()
+    assert type(trainer.model_wrapped) is nn.DataParallel and trainer.state.global_step == 16
 
 
 def test_a_step_that_the_scaler_skipped_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
