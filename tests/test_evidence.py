@@ -94,7 +94,7 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
         results_page.RECIPES, 5
     )
     four, three, two = (ahead_of(GROUPS_OF_32, bits) for bits in (4, 3, 2))
-    assert is_noise(four) and is_noise(three) and f"is within the noise ({four} and {three} points)" in text
+    assert is_noise(four) and is_noise(three) and f"is within it, too ({four} and {three} points)" in text
     basic, same_scales = (ahead_of(name, 2).removeprefix("+") for name in ("basic QAT", "rounding"))
     told = f"leads basic QAT by {basic}, rounding with the same scales by {same_scales}, and in groups of 32 by"
     assert f"{told} {two.removeprefix('+')}" in text and is_noise(two) == ("which is within the noise" in text)
@@ -471,7 +471,8 @@ def against_float(name: str, bits: int) -> str:
 def test_page_one_says_what_was_measured() -> None:
     text = readme()
     assert (
-        all(is_noise(against_float("moq_hf", bits)) for bits in (4, 3)) and "no difference from float was found" in text
+        all(is_noise(against_float("moq_hf", bits)) for bits in (4, 3))
+        and "the difference from float is within the noise" in text
     )
     below = against_float("moq_hf", 2)
     assert not is_noise(below) and f"at 2 bits moq_hf is {below.removeprefix('-')} points below." in text
@@ -479,6 +480,8 @@ def test_page_one_says_what_was_measured() -> None:
     assert is_win(basic) and is_win(same_scales)
     told = f"it leads basic QAT by {basic} points, rounding with the same scales by {same_scales},".replace("+", "")
     assert told in text
+    assert all(is_noise(ahead_of(GROUPS_OF_32, bits)) for bits in (4, 3))
+    assert "At 4 and 3 bits rounding a finished model is within the noise of it" in text
     grouped = ahead_of(GROUPS_OF_32, 2)
     assert is_noise(grouped) == ("its lead is within the noise" in text)
     assert is_noise(grouped) or f"and rounding in groups of 32 by {grouped.removeprefix('+')}." in text
