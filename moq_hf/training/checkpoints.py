@@ -227,7 +227,8 @@ def state_of_best(state: TrainerState) -> Mapping[str, Any] | None:
         )
         forget_best(state)
         return None
-    best = _saved_in(Path(state.best_model_checkpoint))
+    document = read_json(Path(state.best_model_checkpoint) / STATE_FILE)
+    best = saved_state(entry_of_moq(document.get(CALLBACKS_KEY)))
     if best is None:
         logger.warning(
             "moq_hf: %s, the best checkpoint, was made without MoQ: its weights get the current bits",
@@ -283,22 +284,17 @@ def state_of_run(checkpoint: Path) -> Mapping[str, Any]:
         MoQError: There is none, or it is of an earlier step: the run was without MoQ;
             or it is not as it was written.
     """
-    state = _saved_in(checkpoint)
+    document = read_json(checkpoint / STATE_FILE)
+    entry = entry_of_moq(document.get(CALLBACKS_KEY))
+    state = saved_state(entry)
     if state is None:
         raise MoQError(
             f"{checkpoint / STATE_FILE} holds no state of MoQ: it is not the checkpoint of a run with moq_hf"
         )
-    document = read_json(checkpoint / STATE_FILE)
-    saved_at = entry_of_moq(document[CALLBACKS_KEY])["attributes"].get("saved_at")
+    saved_at = entry["attributes"].get("saved_at")
     if saved_at != document["global_step"]:
         raise MoQError(
             f"{checkpoint / STATE_FILE} holds the state of MoQ at step {saved_at}, after which the run went on in "
             "float: resume it with moq_hf, or pack the checkpoint of that step"
         )
     return state
-
-
-def _saved_in(checkpoint: Path) -> Mapping[str, Any] | None:
-    """Read the controller's state in a checkpoint; None where there is none."""
-    document = read_json(checkpoint / STATE_FILE)
-    return saved_state(entry_of_moq(document.get(CALLBACKS_KEY)))

@@ -206,10 +206,10 @@ class MoQController:
     @property
     def wanted_samples(self) -> Samples | None:
         """The training examples on which something is still to be measured; None where nothing is."""
-        still = self.schedule.targets is None or (
+        is_due = self.schedule.targets is None or (
             self.config.eigenvalue.enabled and not self.has_arrived
         )
-        if self.sensitivity is None or not still:
+        if self.sensitivity is None or not is_due:
             return None
         return self.sensitivity.samples
 

@@ -198,8 +198,8 @@ class Divergence(_Measure):
                         ]
                     moved = sum(sums) / sum(counts)
                     # A divergence below 0 is rounding.
-                    at_least = max(0.0, moved) if math.isfinite(moved) else moved
-                    costs[block][bits] = at_least
+                    cost = max(0.0, moved) if math.isfinite(moved) else moved
+                    costs[block][bits] = cost
         for name, own in costs.items():
             means = mean_over_ranks([*own.values()], self.device)
             costs[name] = dict(zip(own, means, strict=True))
