@@ -192,6 +192,11 @@ def without_dropout(ways: Ways) -> Ways:
     return in_float32(ways)._replace(dropout=False)
 
 
+def from_gptq() -> Ways:
+    """The recipe, whose quantized half starts from what GPTQ makes of the float model."""
+    return without_dropout(taught(groups=glue_plans.FROM_GPTQ))
+
+
 def same(name: str) -> Ways:
     """A variation of the way from a finished float model."""
     return FINISHED._replace(arm=f"the same, {name}")
@@ -222,6 +227,7 @@ CHANGES = {
         Change("no teacher", at(taught(", no teacher"), 2), TWO),
         Change("no dropout beside the teacher", at(without_dropout(MOQ_HF), 2), TWO, in_float32(MOQ_HF)),
         Change("none in the float phase either", at(in_float32(NO_DROPOUT), 2), TWO, without_dropout(MOQ_HF)),
+        Change("a start from GPTQ's rounding", at(from_gptq(), 2), TWO, without_dropout(MOQ_HF)),
         Change("a constant learning rate in the float phase", at(taught(" at a constant rate"), 2), TWO),
         Change("half of the learning rate at 2 bits", at(taught(rates={"sst2": 1e-4}), 2), ONE),
         Change("half of the steps", at(taught(", half the steps", times=0.5), 2), TWO),
