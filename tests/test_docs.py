@@ -454,10 +454,6 @@ def prepared(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     tokenizer = hf.AutoTokenizer.from_pretrained("examples/demo/model")
     rows = load_dataset("json", data_files="examples/demo/train.jsonl", split="train[:32]")
     model = hf.AutoModelForSequenceClassification.from_config(hf.AutoConfig.from_pretrained("examples/demo/model"))
-    if page.name == "sensitivity.md":
-        # What `make demo` leaves.
-        tiny_model(Path("runs/demo/float"), vocab_size=1100)
-        tokenizer.save_pretrained("runs/demo/float")
     if page.name == "deploy.md":
         save_quantized(quantize_model(copy.deepcopy(model), "w8"), "runs/mrpc/quantized", processing_class=tokenizer)
         Path("data").mkdir()
