@@ -405,6 +405,18 @@ def test_attention_of(tiny_bert: hf.BertForSequenceClassification) -> None:
     assert seams.attention_of(SimpleNamespace()) is None
 
 
+def test_attention_to_load(tiny_bert: hf.BertForSequenceClassification) -> None:
+    assert seams.attention_to_load(tiny_bert.config) == "sdpa"
+    assert seams.attention_to_load(SimpleNamespace()) is None
+    config = hf.CLIPConfig(attn_implementation="sdpa")
+    assert seams.attention_to_load(config) == "sdpa"
+    config.vision_config._attn_implementation = "eager"
+    mixed = seams.attention_to_load(config)
+    assert mixed == {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
+    model = hf.CLIPModel._from_config(config, attn_implementation=mixed)
+    assert (model.config._attn_implementation, model.config.vision_config._attn_implementation) == ("sdpa", "eager")
+
+
 def test_set_attention(tiny_bert: hf.BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(type(tiny_bert).__module__)
     eager, called = module.eager_attention_forward, []

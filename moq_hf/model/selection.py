@@ -229,7 +229,8 @@ def _tables(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
     if tables and not is_encoder(inventory):
         return {"tables_stay": "the model is no encoder of transformers"}
     # An output head that shares a table is in float unless the config says otherwise.
-    linear = {id(layer._parameters["weight"]) for layer in inventory.linears.values()}
+    # A pruned or normalized layer computes its weight.
+    linear = {id(x._parameters.get("weight")) for x in inventory.linears.values()}
     shared = [n for n, table in tables.items() if id(table.weight) in linear]
     return {
         "embeddings": {n: t for n, t in tables.items() if n not in shared},

@@ -22,7 +22,7 @@ from ..names import named_modules, plain_name, uncompiled, without_fsdp, without
 from ..processes import is_apart
 from ..quant_linear import QuantLayer
 from ..seams.sentence_transformers import body_of
-from ..seams.transformers import attention_of
+from ..seams.transformers import attention_to_load
 from ..training.measuring import ONE_AT_A_TIME, evaluating
 from ..weight_matrix import parameter_of
 from .files import ADAPTER
@@ -53,6 +53,8 @@ class Proof:
         inputs: What both computed with where training rounds the inputs of layers:
             "rounded", as the files say, or "float", since they cannot say so; None
             where training does not.
+        dtype: That to which the loaded model was cast, since it loads in another one
+            than the model in memory has; None where it needed no cast.
 
     >>> print(Proof(True, 4, 0.0, 8, None))
     Verified: loaded with plain transformers, the saved model gives identical outputs (4 examples, 8 generated tokens)
@@ -66,6 +68,7 @@ class Proof:
     tokens: int | None
     reason: str | None
     inputs: Literal["rounded", "float"] | None = None
+    dtype: str | None = None
 
     def __str__(self) -> str:
         if self.agrees is None:
@@ -81,8 +84,9 @@ class Proof:
         if self.largest_difference:
             outputs = "the same outputs but for rounding"
             counted.append(f"largest difference {self.largest_difference:.3g}")
+        cast = "" if self.dtype is None else f" and cast to {self.dtype}"
         return (
-            f"Verified: loaded with plain transformers, the saved model gives {outputs} "
+            f"Verified: loaded with plain transformers{cast}, the saved model gives {outputs} "
             f"({', '.join(counted)})"
         )
 
@@ -174,6 +178,7 @@ class ReferenceOutputs:
         inputs: Literal["rounded", "float"] | None = None
         if self._rounds:
             inputs = "rounded" if rounded else "float"
+        self._dtype: str | None = None
         agrees = None
         reason: str | None = "a second copy of the model does not fit beside it"
         difference = None
@@ -184,7 +189,9 @@ class ReferenceOutputs:
         if difference == float("inf"):
             # JSON has no infinite numbers.
             difference = None
-        return Proof(agrees, self.examples, difference, tokens, reason, inputs)
+        return Proof(
+            agrees, self.examples, difference, tokens, reason, inputs, self._dtype
+        )
 
     def _compare(self, folder: Path) -> tuple[bool | None, str | None, float | None]:
         """Load the folder and return whether it agrees, why not, and the largest difference of the outputs."""
@@ -304,7 +311,7 @@ class ReferenceOutputs:
     def _load(self, folder: Path) -> nn.Module:
         base = without_peft(self.model)
         # Kernels of attention round differently, so the model's own is asked for.
-        attention = attention_of(getattr(base, "config", None))
+        attention = attention_to_load(getattr(base, "config", None))
         settings = {} if attention is None else {"attn_implementation": attention}
         cls: Any = without_fsdp(type(base))
         with quiet(), torch.random.fork_rng(), torch.device("cpu"):
@@ -331,8 +338,9 @@ class ReferenceOutputs:
             # the inputs.
             weight = expected.get(f"{name.rpartition('.')[0]}.weight")
             other = expected.get(name, weight)
-            if other is not None and tensor.dtype == torch.float32:
+            if other is not None and tensor.dtype == torch.float32 != other.dtype:
                 tensor.data = tensor.data.to(other.dtype)
+                self._dtype = str(other.dtype).removeprefix("torch.")
 
 
 def kept_batch(

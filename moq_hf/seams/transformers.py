@@ -254,6 +254,22 @@ def attention_of(config: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def attention_to_load(config: Any) -> str | dict[str, str | None] | None:
+    """What `from_pretrained` takes as `attn_implementation` to load a model that computes as this one does.
+
+    Relies on: a name for all parts of a model, or a mapping with a name for each
+    sub-config and `""` for the model itself.
+    Breaks: A model whose decoder has another implementation than its encoder, as
+    TrOCR's, could not be loaded for the proof.
+    """
+    parts = {
+        name: attention_of(getattr(config, name, None))
+        for name in getattr(config, "sub_configs", {})
+    }
+    own = attention_of(config)
+    return own if {*parts.values()} <= {own} else {"": own, **parts}
+
+
 def set_attention(config: Any, name: str) -> None:
     """Have a model compute with another implementation of attention; nothing is checked, parts keep theirs.
 

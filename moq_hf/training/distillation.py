@@ -371,11 +371,15 @@ def weighted_sum(parts: Mapping[str, Tensor], config: DistillationConfig) -> Ten
 
 
 def logits_in(output: Any) -> dict[str, Tensor]:
-    """The logits in a model's output, float32, by name, CLIP's `logits_per_image` too; empty without any."""
+    """The logits in a model's output, float32, by name, CLIP's `logits_per_image` too; empty without any.
+
+    Those of routers, a tuple with one for each layer, are no answer.
+    """
     return {
         name: output[name].float()
         for name in output
-        if name.endswith("logits") or name.startswith("logits_per_")
+        if (name.endswith("logits") or name.startswith("logits_per_"))
+        and isinstance(output[name], Tensor)
     }
 
 

@@ -76,6 +76,39 @@ def test_half_precision_is_proven_too(half: str, tmp_path: Path) -> None:
     train(model, tmp_path, bf16=half == "bf16")
     proof = state_of(tmp_path / "quantized")["proof"]
     assert (proof["agrees"], proof["largest_difference"]) == (True, 0.0)
+    assert proof["dtype"] == ("bfloat16" if half == "whole model" else None)
+
+
+@pytest.mark.parametrize("made_in_it", [True, False])
+def test_what_it_takes_to_get_the_proven_answers_in_bfloat16(made_in_it: bool, tmp_path: Path) -> None:
+    """`.to` also casts the angles of rotary embeddings, which a model that is loaded has in float32."""
+    config = new_model("Llama", "causal LM").config
+    half = torch.bfloat16
+    make = hf.AutoModelForCausalLM.from_config
+    model = make(config, dtype=half) if made_in_it else make(config).to(half)
+    quantize_model(model, {**FIXED, "quantize_algo": {"scale_dtype": "bfloat16"}})
+    batch = inputs_of("causal LM", model)
+    save_quantized(model, tmp_path, inputs=batch)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == half
+    if not made_in_it:
+        assert "loaded with plain transformers and cast to bfloat16, " in str(verify_quantized(tmp_path).proof)
+        loaded = loaded.to(half)
+    assert all(map(torch.equal, outputs_of(loaded, batch), outputs_of(model, batch)))
+    assert state_of(tmp_path)["proof"]["dtype"] == (None if made_in_it else "bfloat16")
+
+
+def test_parts_of_a_model_may_have_attention_of_their_own(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    reader = hf.TrOCRConfig(vocab_size=40, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32)
+    config = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        hf.ViTConfig(image_size=16, patch_size=8, **shape), reader, decoder_start_token_id=1, pad_token_id=0
+    )
+    model = quantize_model(hf.VisionEncoderDecoderModel(config), {**FIXED, "quantize_groups": "per_channel"})
+    assert model.config._attn_implementation != model.config.decoder._attn_implementation
+    batch = {"pixel_values": torch.randn(2, 3, 16, 16), "decoder_input_ids": torch.randint(2, 40, (2, 5))}
+    save_quantized(model, tmp_path, inputs=batch)
+    assert state_of(tmp_path)["proof"]["agrees"] is True and state_of(tmp_path)["layout"] == "unpacked"
 
 
 def test_a_compiled_model_is_proven_on_the_data(tmp_path: Path) -> None:
@@ -402,6 +435,13 @@ def test_weights_that_another_callback_puts_in_at_the_end_are_delivered(tmp_path
         saved = hf.BertForSequenceClassification.from_pretrained(tmp_path / "quantized")
         assert torch.equal(saved.classifier.weight, model.classifier.weight)
     assert len(trainer.callback_handler.callbacks) == len({type(c) for c in trainer.callback_handler.callbacks})
+
+
+def test_a_preset_takes_a_model_with_a_pruned_layer() -> None:
+    model = bert()
+    prune.l1_unstructured(model.bert.pooler.dense, "weight", 0.5)
+    quantize_model(model, "w4")
+    assert "bert.pooler.dense" not in quant_layers(model) and "bert.encoder.layer.0.output.dense" in quant_layers(model)
 
 
 def test_a_pruned_layer_is_named_and_saved_once_pruning_is_permanent(

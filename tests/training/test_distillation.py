@@ -19,6 +19,7 @@ from moq_hf.training.distillation import (
     fingerprint,
     labels_at_logits,
     load_teacher,
+    logits_in,
     loss_parts,
     switch_off_dropout,
     weighted_sum,
@@ -142,6 +143,21 @@ def test_classes_that_do_not_exclude_each_other_and_several_numbers() -> None:
     assert loss(5, "single_label_classification").item() == pytest.approx(loss(0, None).item(), rel=1e-5)
     for problem in ("multi_label_classification", "regression"):
         assert loss(5, problem) > loss(0, problem) + 1
+
+
+def test_what_routers_say_is_no_answer(tmp_path: Path) -> None:
+    config = hf.MixtralConfig(
+        vocab_size=60, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, output_router_logits=True,
+    )  # fmt: skip
+    model = hf.MixtralForCausalLM(config)
+    texts = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows()]
+    settings = hf.TrainingArguments(str(tmp_path), max_steps=2, report_to="none", use_cpu=True, save_strategy="no")
+    trainer = MoQTrainer(model, settings, None, texts, moq_config=EIGHT, teacher=copy.deepcopy(model))
+    trainer.train()
+    batch = {"input_ids": torch.arange(5, 15)[None]}
+    output = trainer.model(**batch)
+    assert len(output.router_logits) == 1 and logits_in(output).keys() == {"logits"}
 
 
 def test_a_class_that_is_ruled_out_has_no_part() -> None:
