@@ -15,18 +15,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired
+from typing import TYPE_CHECKING, Any
 
-from pydantic import NonNegativeInt, with_config
+from pydantic import BaseModel, NonNegativeInt, with_config
 from typing_extensions import TypedDict
 
 from .config import MoQConfig
 from .errors import MoQError, read_as, read_json, require
 from .model.sizes import percent
 from .packed.state import STATE_NAME
-from .packed.verify import recorded
+from .packed.verify import Verification, recorded
 from .schedule import FLOAT_BITS, begins_in_float
-from .text import float_after, megabytes, metric_rows, metrics_in
+from .text import float_after, megabytes, metric_rows, metrics_in, table
 from .training.budget import Choice
 from .training.checkpoints import STATE_FILE, checkpoints, entry_of_moq
 from .training.float_first import FOLDER, METRICS
@@ -48,10 +48,10 @@ class _Line(TypedDict):
     step: NonNegativeInt
 
 
-class _State(TypedDict):
+class _State(BaseModel):
     global_step: NonNegativeInt
-    log_history: NotRequired[list[_Line]]
-    stateful_callbacks: NotRequired[dict[str, Any]]
+    log_history: list[_Line] = []
+    stateful_callbacks: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Run:
         steps: Optimizer steps taken.
         log: The Trainer's log, line by line.
         float_size_mb: Size of the parameters before anything was quantized, in
-            megabytes; None if it is not recorded.
+            megabytes.
         quantized: Name to value of the last evaluation's metrics, without `eval_`.
         in_float: The same of the float run beside it; empty if there is none.
         float_step: The last step of the float phase, where `in_float` is of its model;
@@ -77,7 +77,7 @@ class Run:
     config: MoQConfig
     steps: int
     log: Sequence[Mapping[str, Any]]
-    float_size_mb: float | None
+    float_size_mb: float
     quantized: Mapping[str, float]
     in_float: Mapping[str, float]
     float_step: int | None
@@ -113,11 +113,8 @@ class Run:
         }
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [
-        (int(part), "") if part.isdigit() else (-1, part)
-        for part in re.split(r"(\d+)", name)
-    ]
+def _natural(name: str) -> str:
+    return re.sub(r"\d+", lambda number: number[0].zfill(9), name)
 
 
 def read_run(directory: str | os.PathLike[str]) -> Run:
@@ -135,16 +132,15 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         raise MoQError(
             f"{directory} is not a folder; give the output_dir of a finished run"
         )
-    path = _state_of(directory)
-    if path is None:
+    state = _read_state(directory)
+    if state is None:
         raise MoQError(
             f"{directory} has no trainer_state.json, nor has a checkpoint in it: call trainer.save_state() after "
             "training, or let the Trainer save checkpoints"
         )
-    state = _read_state(path)
-    log = state.get("log_history", [])
-    entry = entry_of_moq(state.get("stateful_callbacks"))
-    saved = saved_state(entry, f"{path} is not as the Trainer wrote it")
+    log = state.log_history
+    entry = entry_of_moq(state.stateful_callbacks)
+    saved = saved_state(entry, f"{directory} is not as the Trainer wrote it")
     if saved is None or not any("moq/mean_bits" in line for line in log):
         raise MoQError(
             f"{directory} is not a run with MoQ: its trainer_state.json has no bits"
@@ -155,57 +151,54 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         for line in log
         if any(name.startswith("float_eval_") for name in line)
     ]
+    places = (directory / "quantized", directory)
+    float_folder = directory / FOLDER
     return Run(
         directory,
         MoQConfig.from_dict(saved["config"]),
-        state["global_step"],
+        state.global_step,
         log,
         saved["float_size_mb"],
-        _metrics(directory),
-        _metrics(directory / FOLDER),
+        _metrics(directory, state),
+        _metrics(float_folder, _read_state(float_folder)),
         next(iter(phases), None),
         saved["choice"],
-        next(
-            (
-                folder
-                for folder in (directory / "quantized", directory)
-                if (folder / STATE_NAME).is_file()
-            ),
-            None,
-        ),
+        next((path for path in places if (path / STATE_NAME).is_file()), None),
     )
 
 
-def _read_state(path: Path) -> _State:
-    state: _State = read_as(
-        _State, read_json(path), f"{path} is not as the Trainer wrote it"
-    )
-    return state
+def _read_state(directory: Path) -> _State | None:
+    """Read the trainer_state.json of a run, or of its newest checkpoint; None if there is none.
+
+    Raises:
+        MoQError: It is damaged.
+    """
+    for folder in (directory, *checkpoints(directory)):
+        path = folder / STATE_FILE
+        if path.is_file():
+            where = f"{path} is not as the Trainer wrote it"
+            state: _State = read_as(_State, read_json(path), where)
+            return state
+    return None
 
 
-def _state_of(directory: Path) -> Path | None:
-    """Find the trainer_state.json of a run, or of its newest checkpoint."""
-    paths = [folder / STATE_FILE for folder in (directory, *checkpoints(directory))]
-    return next((path for path in paths if path.is_file()), None)
-
-
-def _metrics(directory: Path) -> dict[str, float]:
+def _metrics(directory: Path, state: _State | None) -> dict[str, float]:
     """Read the metrics of eval_results.json, or those of the last evaluation in the log.
 
     Raises:
-        MoQError: A file is damaged.
+        MoQError: The file is damaged.
     """
-    path, state = directory / METRICS, _state_of(directory)
-    logged: Mapping[str, Any] = {}
+    path = directory / METRICS
+    lines: list[Mapping[str, Any]] = []
     if path.is_file():
-        logged = read_json(path)
+        lines.append(read_json(path))
     elif state is not None:
-        for line in _read_state(state).get("log_history", []):
-            if any(key.startswith("eval_") for key in line):
-                logged = line
-    return metrics_in(
-        {key: value for key, value in logged.items() if key.startswith("eval_")}
-    )
+        lines += state.log_history
+    found: dict[str, Any] = {}
+    for line in lines:
+        evaluated = {k: value for k, value in line.items() if k.startswith("eval_")}
+        found = evaluated or found
+    return metrics_in(found)
 
 
 def write_report(
@@ -266,29 +259,30 @@ def _page(run: Run) -> str:
     title = html.escape(run.directory.resolve().name)
     written = max(path.stat().st_mtime for path in run.directory.iterdir())
     date = datetime.fromtimestamp(written).strftime("%Y-%m-%d")
-    facts = "".join(
-        f"<div><dt>{name}</dt><dd>{value}</dd></div>"
-        for name, value in _facts(run).items()
-    )
+    found = None if run.delivered is None else recorded(run.delivered)
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
         f"<title>moq_hf: {title}</title><style>{_STYLE}</style></head><body><article><h1>{title}</h1>",
-        f"<p>{date}</p><p><strong>{html.escape(_headline(run))}</strong></p><dl>{facts}</dl>",
+        f"<p>{date}</p><p><strong>{html.escape(_headline(run, found))}</strong></p>{_table(_facts(run))}",
     ]
     for heading, figure in _figures(run).items():
         caption = f"<figcaption>{_CAPTIONS[heading]}</figcaption>"
         parts.append(f"<h2>{heading}</h2><figure>{_svg(figure)}{caption}</figure>")
     if run.quantized:
-        parts.append(
-            f"<h2>Last evaluation</h2>{_table(metric_rows(run.quantized, run.in_float, run.before))}"
-        )
+        rows = metric_rows(run.quantized, run.in_float, run.before)
+        parts.append(f"<h2>Last evaluation</h2>{_table(rows)}")
     if run.choice is not None:
-        parts.append(
-            f"<h2>Bits under a budget</h2><p>{html.escape(run.choice.outcome())}</p>"
-        )
+        outcome = html.escape(run.choice.outcome())
+        parts.append(f"<h2>Bits under a budget</h2><p>{outcome}</p>")
         parts.append(_table(run.choice.rows()))
-    if run.delivered is not None:
-        parts.append(_next_steps(run.delivered))
+    if found is not None:
+        folder = html.escape(str(run.delivered))
+        parts += [
+            f"<h2>Proof</h2><p>{html.escape(_proof(found))}</p>",
+            f"<h2>Next steps</h2><pre>moq-hf inspect {folder}    # layers, sizes, who serves it",
+            f"moq-hf bench {folder}    # speed in ONNX Runtime and OpenVINO",
+            f"moq-hf export {folder} --to onnx OUT</pre>",
+        ]
     config = html.escape(json.dumps(run.config.to_dict(), indent=2))
     parts.append(
         f"<details><summary>Configuration</summary><pre>{config}</pre></details></article></body></html>\n"
@@ -296,7 +290,11 @@ def _page(run: Run) -> str:
     return "\n".join(parts)
 
 
-def _headline(run: Run) -> str:
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return f"<pre>{html.escape(table(rows))}</pre>"
+
+
+def _headline(run: Run, found: Verification | None) -> str:
     """The run in a line: its first metric, its bits, its size, and whether the result was proven."""
     bits = [values[-1] for _, values in run.by_block("bits").values()]
     parts = [f"{sum(bits) / len(bits):.3g} bits" if bits else "no bits yet"]
@@ -306,14 +304,13 @@ def _headline(run: Run) -> str:
         before = run.in_float.get(metric)
         beside = "" if before is None else f" ({run.before} {_score(metric, before)})"
         parts = [f"{metric.replace('_', ' ')} {score} at {parts[0]}{beside}"]
-    sizes = run.series("moq/size_mb")[1]
-    if run.delivered is not None:
-        found = recorded(run.delivered)
+    if found is not None:
         parts.append(f"{megabytes(found.float_bytes)} to {megabytes(found.file_bytes)}")
-        verdict = _proof(run.delivered).partition(":")[0]
+        verdict = _proof(found).partition(":")[0]
         parts.append(verdict[0].lower() + verdict[1:])
-    elif run.float_size_mb and sizes:
-        parts.append(f"{run.float_size_mb:,.2f} to {sizes[-1]:,.2f} MB")
+    else:
+        for size in run.series("moq/size_mb")[1][-1:]:
+            parts.append(f"{run.float_size_mb:,.2f} to {size:,.2f} MB")
     return ", ".join(parts)
 
 
@@ -323,43 +320,20 @@ def _score(metric: str, value: float) -> str:
     return percent(value) if is_share else f"{value:.4g}"
 
 
-def _proof(delivered: Path) -> str:
+def _proof(found: Verification) -> str:
     """Whether the delivered folder was compared with the model, and what came of it."""
-    proof = recorded(delivered).proof
-    return str(proof or "Not verified: the run was not to prove it")
+    return str(found.proof or "Not verified: the run was not to prove it")
 
 
-def _next_steps(delivered: Path) -> str:
-    folder = html.escape(os.fspath(delivered))
-    commands = "\n".join(
-        [
-            f"moq-hf inspect {folder}    # layers, sizes, who serves it",
-            f"moq-hf bench {folder}    # speed in ONNX Runtime and OpenVINO",
-            f"moq-hf export {folder} --to onnx OUT",
-        ]
-    )
-    proof = html.escape(_proof(delivered))
-    return f"<h2>Proof</h2><p>{proof}</p><h2>Next steps</h2><pre>{commands}</pre>"
-
-
-def _facts(run: Run) -> dict[str, str]:
-    facts = {
-        "mean bits, whole model": f"{run.series('moq/mean_bits')[1][-1]:.2f}",
-        "precision": run.config.span_in_words,
-    }
-    shares = run.series("moq/quantized_share")[1]
-    if shares:
-        facts["quantized"] = f"{percent(shares[-1])} of the parameters"
-    facts["optimizer steps"] = f"{run.steps:,}"
-    return facts
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = [
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in rows
+def _facts(run: Run) -> list[tuple[str, str]]:
+    facts = [
+        ("mean bits, whole model", f"{run.series('moq/mean_bits')[1][-1]:.2f}"),
+        ("precision", run.config.span_in_words),
+        ("optimizer steps", f"{run.steps:,}"),
     ]
-    return f"<table>{''.join(lines)}</table>"
+    for share in run.series("moq/quantized_share")[1][-1:]:
+        facts.append(("quantized", f"{percent(share)} of the parameters"))
+    return facts
 
 
 @contextmanager
@@ -385,33 +359,29 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def _new_figure(ylabel: str) -> tuple["Figure", "Axes"]:
+def _new_figure(ylabel: str, lines: int) -> tuple["Figure", "Axes"]:
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 3.6), layout="constrained")
     axes = figure.add_subplot(xlabel="optimizer steps", ylabel=ylabel)
     axes.grid(axis="y", linewidth=0.6)
     axes.xaxis.set_major_formatter("{x:,.0f}")
+    shades = [0.05 + 0.75 * index / max(1, lines - 1) for index in range(lines)]
+    axes.set_prop_cycle(color=colormaps["viridis"](shades))
     return figure, axes
 
 
 def _legend(axes: "Axes") -> None:
-    handles, names = axes.get_legend_handles_labels()
+    handles, _ = axes.get_legend_handles_labels()
     # A model without a list of layers has a block for each linear layer.
-    every = math.ceil(len(names) / 20)
+    every = math.ceil(len(handles) / 20)
     axes.legend(
-        handles[::every],
-        names[::every],
+        handles=handles[::every],
         loc="upper left",
         bbox_to_anchor=(1.0, 1.02),
         fontsize="small",
     )
-
-
-def _color(index: int, count: int) -> Any:
-    from matplotlib import colormaps
-
-    return colormaps["viridis"](0.05 + 0.75 * index / max(1, count - 1))
 
 
 def _alike(series: Mapping[str, Series]) -> dict[str, Series]:
@@ -447,7 +417,7 @@ def _drops(series: Mapping[str, Series]) -> dict[int, int]:
 def _draw_bits(series: Mapping[str, Series], config: MoQConfig, total: int) -> "Figure":
     """Draw a line for each block, side by side where they would cover each other."""
     series = _alike(series)
-    figure, axes = _new_figure("bits")
+    figure, axes = _new_figure("bits", len(series))
     in_float = begins_in_float(config)
     highest = max(own.start_bits for own in config.variants().values()) + in_float
     lowest = min(min(bits) for _, bits in series.values())
@@ -455,15 +425,7 @@ def _draw_bits(series: Mapping[str, Series], config: MoQConfig, total: int) -> "
     for index, (name, (steps, bits)) in enumerate(series.items()):
         shift = 0.4 * (index + 0.5) / len(series) - 0.2
         heights = [min(value, highest) - shift for value in (start, *bits, bits[-1])]
-        color = _color(index, len(series))
-        axes.step(
-            [0, *steps, total],
-            heights,
-            where="post",
-            color=color,
-            label=name,
-            linewidth=1.5,
-        )
+        axes.step([0, *steps, total], heights, where="post", label=name, linewidth=1.5)
     ticks = range(int(lowest), highest + 1)
     axes.set_yticks(
         ticks,
@@ -476,11 +438,10 @@ def _draw_bits(series: Mapping[str, Series], config: MoQConfig, total: int) -> "
 def _curves(
     ylabel: str, series: Mapping[str, Series], bits: Mapping[str, Series]
 ) -> "Figure":
-    figure, axes = _new_figure(ylabel)
     drawn = {name: line for name, line in series.items() if line[0]}
-    for index, (name, (steps, values)) in enumerate(drawn.items()):
-        color = _color(index, len(drawn))
-        axes.plot(steps, values, marker=".", color=color, label=name)
+    figure, axes = _new_figure(ylabel, len(drawn))
+    for name, (steps, values) in drawn.items():
+        axes.plot(steps, values, marker=".", label=name)
     _legend(axes)
     drops = _drops(bits)
     low, high = axes.get_xlim()
@@ -520,10 +481,7 @@ _CAPTIONS = {
 # A notebook applies the style of an output to its whole page.
 _STYLE = """
 article { max-width: 52rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
-article dl { display: flex; flex-wrap: wrap; gap: 0.6rem 2.4rem; }
-article dt, article figcaption { color: #666; font-size: 0.85rem; }
-article dd, article figure { margin: 0; }
+article figcaption { color: #666; font-size: 0.85rem; }
+article figure { margin: 0; }
 article svg { width: 100%; height: auto; }
-article td { text-align: right; padding: 0.2rem 0.9rem; border-bottom: 1px solid #ccc; }
-article td:first-child { text-align: left; padding-left: 0; }
 """
