@@ -7,7 +7,7 @@ model, which is made of its inventory before training and of a folder's files af
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -397,111 +397,89 @@ def _reasons(model: Description, server: Server) -> list[str]:
         reasons.append(
             f"it does not answer as the model did: {model.unserved}; see the proof in moq_state.json"
         )
-    faults = (*_unfit_kinds(model, server), *_misfits(model, server))
-    for layers, text, instead in faults:
-        if layers:
-            reasons.append(f"{text} ({shortened(layers)}); {instead}")
+    # Of each fault the layers, and what of them does not fit.
+    faults: dict[tuple[str, str], dict[str, Any]] = {}
+    for text, instead, names in _unlike_siblings(model) if server.fuses else ():
+        faults[text, instead] = dict.fromkeys(names)
+    for name, weight in model.weights.items():
+        for text, value, instead in _faults(f"{architecture} {name}", weight, server):
+            faults.setdefault((text, instead), {})[name] = value
+    for (text, instead), layers in faults.items():
+        values = [value for value in layers.values() if value is not None]
+        told = f"{text}, not {either(values)}" if values else text
+        reasons.append(f"{told} ({shortened(layers)}); {instead}")
     return reasons
 
 
-def _unfit_kinds(
-    model: Description, server: Server
-) -> Iterator[tuple[Collection[str], str, str]]:
-    """Yield layers of kinds that a server does not take, or not beside each other, why, and what would be served."""
-    weights = model.weights.items()
-    yield (
-        [
-            name
-            for name, weight in weights
-            if not weight.is_float
-            and re.search(server.in_float, f"{model.architecture} {name}")
-        ],
-        "it takes these layers in float, whatever the checkpoint holds",
-        "name them in modules_to_not_convert, beside the output heads",
-    )
-    for kind in server.without:
-        layers = [
-            name
-            for name, weight in weights
-            if (weight.kind.startswith(kind) and weight.bits != FLOAT_BITS)
-            or (kind == "experts" and not weight.is_float and ".experts." in name)
-        ]
-        yield layers, *_WITHOUT[kind]
-    if not server.fuses:
-        return
-    grids = dict.fromkeys(model.floats, "floats")
-    grids |= {name: weight.grid() for name, weight in weights}
-    # Where no layer has codes the files have the names of each.
-    is_coded = {*grids.values()} != {"floats"}
-    whole = [
-        n
-        for n, grid in grids.items()
-        if is_coded
-        and grid == "floats"
-        and WHOLE_EXPERTS.search(f"{model.architecture} {n}")
-    ]
-    instead = "experts on symmetric grids of up to 8 bits are served"
-    yield whole, "it looks for each expert by its own name", instead
-    instead = "all of them on the same grid, or all of them in float, are served"
-    for what, names in _unlike_siblings(grids).items():
-        yield names, f"it makes one layer of {what}", instead
+def _faults(
+    name: str, weight: Weight, server: Server
+) -> Iterator[tuple[str, int | None, str]]:
+    """Yield why a server does not take a weight, the number that does not fit, if it is one, and what would be served.
 
-
-def _misfits(
-    model: Description, server: Server
-) -> Iterator[tuple[Collection[str], str, str]]:
-    """Yield layers whose bits, groups or sizes do not fit, why, and what would be served."""
-    codes = {}
-    for name, weight in model.weights.items():
-        if weight.is_w8a8 and server.has_bytes:
-            continue
-        is_packed = not weight.is_float and weight.kind != "embedding"
-        if weight.bits != FLOAT_BITS if server.repacks else is_packed:
-            codes[name] = weight
-    formats = {name: weight.format for name, weight in codes.items()}
-    others = {name: f for name, f in formats.items() if f not in server.formats}
-    instead = 'quantize_format "int" is served'
-    yield others, f"it does not take {either(others.values())}", instead
-    for symmetric, legal in ((True, server.symmetric), (False, server.asymmetric)):
-        bits = {
-            name: weight.bits
-            for name, weight in codes.items()
-            if weight.symmetric == symmetric and weight.bits not in legal
-        }
-        taken = f"{either(legal)} bits" + ("" if symmetric else " with zero points")
+    Args:
+        name: Of the model's class and of the layer, with a space in between.
+        weight: The layer's.
+        server: The server.
+    """
+    if weight.bits != FLOAT_BITS:
+        for kind in server.without:
+            is_matrix = kind == "experts" and ".experts." in name
+            if weight.kind.startswith(kind) or (is_matrix and not weight.is_float):
+                text, instead = _WITHOUT[kind]
+                yield text, None, instead
+    if not weight.is_float and re.search(server.in_float, name):
         yield (
-            bits,
-            f"its kernels take {taken}, not {either(bits.values())}",
-            f"{taken} are served",
+            "it takes these layers in float, whatever the checkpoint holds",
+            None,
+            "name them in modules_to_not_convert, beside the output heads",
         )
-    sizes = {
-        name: weight.group_size
-        for name, weight in codes.items()
-        if weight.group_size is not None and weight.format == "int"
-    }
-    unfit = {
-        name: size
-        for name, size in sizes.items()
-        if size % server.multiple or size not in (server.groups or [size])
-    }
-    groups = either(server.groups) or f"a multiple of {server.multiple}"
-    instead = f"quantize_group_size {groups}, or per channel, is served"
-    yield unfit, f"its groups are {groups}, not {either(unfit.values())}", instead
-    columns = {name: weight.columns for name, weight in codes.items()}
-    rows = {name: weight.rows for name, weight in codes.items()}
+    is_packed = not weight.is_float and weight.kind != "embedding"
+    has_codes = weight.bits != FLOAT_BITS if server.repacks else is_packed
+    if not has_codes or (weight.is_w8a8 and server.has_bytes):
+        return
+    if weight.format not in server.formats:
+        yield (
+            f"it does not take {weight.format}",
+            None,
+            'quantize_format "int" is served',
+        )
+    legal = server.symmetric if weight.symmetric else server.asymmetric
+    if weight.bits not in legal:
+        taken = f"{either(legal)} bits" + " with zero points" * (not weight.symmetric)
+        yield f"its kernels take {taken}", weight.bits, f"{taken} are served"
+    size = weight.group_size if weight.format == "int" else None
+    if size and (size % server.multiple or size not in (server.groups or [size])):
+        groups = either(server.groups) or f"a multiple of {server.multiple}"
+        instead = f"quantize_group_size {groups}, or per channel, is served"
+        yield f"its groups are {groups}", size, instead
     # llama.cpp's blocks of NVFP4 are of four groups.
-    four_groups = server.repacks and "nvfp4" in formats.values()
-    for what, multiple, counts in (
-        ("columns (in_features)", 64 if four_groups else server.columns, columns),
-        ("rows (out_features)", server.rows, rows),
+    four_groups = server.repacks and weight.format == "nvfp4"
+    for what, multiple, count in (
+        (
+            "columns (in_features)",
+            64 if four_groups else server.columns,
+            weight.columns,
+        ),
+        ("rows (out_features)", server.rows, weight.rows),
     ):
-        odd = {name: count for name, count in counts.items() if count % multiple}
-        text = f"its kernels take a multiple of {multiple} {what}, not {either(odd.values())}"
-        yield odd, text, "name these in modules_to_not_convert"
+        if count % multiple:
+            text = f"its kernels take a multiple of {multiple} {what}"
+            yield text, count, "name these in modules_to_not_convert"
 
 
-def _unlike_siblings(grids: Mapping[str, str]) -> dict[str, list[str]]:
-    """Find layers that servers fuse into one although their grids differ, by what they are."""
+def _unlike_siblings(model: Description) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield what a server that fuses layers does not take beside each other: why, what would be served, and names."""
+    grids = dict.fromkeys(model.floats, "floats")
+    grids |= {name: weight.grid() for name, weight in model.weights.items()}
+    # Where no layer has codes the files have the names of each.
+    whole = [
+        name
+        for name, grid in grids.items()
+        if grid == "floats" and WHOLE_EXPERTS.search(f"{model.architecture} {name}")
+    ]
+    if whole and {*grids.values()} != {"floats"}:
+        instead = "experts on symmetric grids of up to 8 bits are served"
+        yield "it looks for each expert by its own name", instead, whole
     unlike: dict[str, list[str]] = {}
     for unit, names in Inventory.units(grids).items():
         different = sorted({grids[name] for name in names})
@@ -509,7 +487,9 @@ def _unlike_siblings(grids: Mapping[str, str]) -> dict[str, list[str]]:
             what = unit.rpartition(".")[2].replace("-", ", ")
             what = "all experts of a block" if what == "experts" else what
             unlike.setdefault(f"{what} ({' and '.join(different)})", []).extend(names)
-    return unlike
+    instead = "all of them on the same grid, or all of them in float, are served"
+    for what, names in unlike.items():
+        yield f"it makes one layer of {what}", instead, names
 
 
 # ---- before training
