@@ -346,15 +346,13 @@ def _rounding(
     if grid.scale != "static":
         return Rounding(grid, {}, "", target)
     saved = checkpoint.verified.state["input_ranges"]
-    trained: dict[str, float] = {}
-    unknown = []
-    for name, weight in checkpoint.weights.items():
-        if not multiplies_integers(checkpoint.model.get_submodule(name), weight):
-            continue
-        if name in saved:
-            trained[name] = saved[name]
-        else:
-            unknown.append(name)
+    layers = [
+        name
+        for name, weight in checkpoint.weights.items()
+        if multiplies_integers(checkpoint.model.get_submodule(name), weight)
+    ]
+    trained = {name: saved[name] for name in layers if name in saved}
+    unknown = [name for name in layers if name not in saved]
     if not unknown:
         return Rounding(grid, trained, "trained" if trained else "", target)
     logger.warning(

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,25 +29,18 @@ _PART = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 _TRAINED = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 
-class Spec(NamedTuple):
-    """What is known of a tensor before it is read."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True)
 class Weights(Mapping[str, Tensor]):
     """The weights in a checkpoint, by name; each is read when it is asked for, and not kept.
 
     Attributes:
         place: Where they are, for messages.
-        specs: Shape and dtype of each.
+        specs: What is known of each before it is read: a tensor on the meta device.
         read: Gives one, on the CPU.
     """
 
     place: Path
-    specs: Mapping[str, Spec]
+    specs: Mapping[str, Tensor]
     read: Callable[[str], Tensor]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -92,7 +85,7 @@ def safetensors_weights(folder: Path) -> Weights:
     """
     with explained(f"{folder} is damaged"):
         places = tensors_in(folder)
-        specs = {n: _spec_of(read_tensor(path, n)) for n, path in places.items()}
+        specs = {n: read_tensor(path, n).to("meta") for n, path in places.items()}
     return Weights(folder, specs, lambda name: read_tensor(places[name], name))
 
 
@@ -109,17 +102,16 @@ def distributed_weights(folder: Path) -> Weights:
 
     with explained(f"{folder / '.metadata'} cannot be read"):
         metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
-    specs: dict[str, Spec] = {}
-    for name, tensor in metadata.items():
-        if isinstance(tensor, TensorStorageMetadata) and name.startswith(_MODEL):
-            specs[name.removeprefix(_MODEL)] = Spec(
-                torch.Size(tensor.size), tensor.properties.dtype
-            )
+    specs = {
+        name.removeprefix(_MODEL): _on_meta(tensor.size, tensor.properties.dtype)
+        for name, tensor in metadata.items()
+        if isinstance(tensor, TensorStorageMetadata) and name.startswith(_MODEL)
+    }
     if not specs:
         raise MoQError(f"{folder} holds no weights of a model")
 
     def read(name: str) -> Tensor:
-        tensor = torch.empty(specs[name].shape, dtype=specs[name].dtype, device="cpu")
+        tensor = torch.empty_like(specs[name], device="cpu")
         with warnings.catch_warnings():
             # It warns that there are no other processes, which `no_dist` says already.
             warnings.filterwarnings(
@@ -176,7 +168,7 @@ def zero_weights(folder: Path) -> Weights:
         return _parted_weights(folder)
     # ZeRO-1 and ZeRO-2 save the weights whole, in the dtype of the run.
     specs = {
-        name: _spec_of(tensor)
+        name: tensor.to("meta")
         for name, tensor in _read(path)["module"].items()
         if isinstance(tensor, Tensor)
     }
@@ -201,12 +193,12 @@ def _parted_weights(folder: Path) -> Weights:
         for shapes in state["param_shapes"]:
             trained |= shapes
         saved = {
-            name: Spec(torch.Size(shape), module[name].dtype)
+            name: _on_meta(shape, module[name].dtype)
             for name, shape in {**frozen, **trained}.items()
         }
         for name in state["buffer_names"]:
             if name in module:
-                saved[name] = _spec_of(module[name])
+                saved[name] = module[name].to("meta")
         aliases = {
             name: other
             for name, other in state["shared_params"].items()
@@ -223,7 +215,7 @@ def _parted_weights(folder: Path) -> Weights:
     end = 0
     for name in trained:
         begin = end
-        end += math.ceil(saved[name].shape.numel() / world)
+        end += math.ceil(saved[name].numel() / world)
         slices[name] = slice(begin, end)
 
     def read(name: str) -> Tensor:
@@ -235,16 +227,16 @@ def _parted_weights(folder: Path) -> Weights:
         else:
             pieces = [module[name].flatten()]
         # Parts have room at the end where the processes do not divide the weight.
-        shape, dtype = saved[name]
-        return torch.cat(pieces)[: shape.numel()].view(shape).to(dtype)
+        spec = saved[name]
+        return torch.cat(pieces)[: spec.numel()].view_as(spec).to(spec.dtype)
 
     # The order is the model's.
     specs = {name: saved[name] for name in module if name in saved} | saved
     return Weights(folder, specs, read)
 
 
-def _spec_of(tensor: Tensor) -> Spec:
-    return Spec(tensor.shape, tensor.dtype)
+def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _files_of_ranks(folder: Path, name: str, world: int) -> list[Path]:

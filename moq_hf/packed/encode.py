@@ -69,7 +69,7 @@ class Encoder:
         forms: Each layer's form: one of `FORMS`, or "float" for one that is not
             quantized yet.
         packed: The layers whose modules hold packed weights after loading.
-        groups: The config groups so far.
+        groups: The config groups so far, without the layers that they are for.
         stored: What `moq_state.json` says of each layer that was stored.
         names: What layers are called in the files, where that is not their own name.
         dtypes: The dtypes of the float weights of layers that are stored as codes.
@@ -89,6 +89,7 @@ class Encoder:
         self.layers = layers
         self.tied = tied or {}
         self.groups: dict[str, dict[str, Any]] = {}
+        self._members: dict[str, list[str]] = {}
         self.stored: dict[str, StoredLayer] = {}
         self.names: dict[str, str] | None = None
         model = inventory.model
@@ -342,19 +343,13 @@ class Encoder:
         if name in self._matrices:
             # Experts have a group of their own, which stands first, because loaders
             # take the first group that names experts.
-            self.groups = {_EXPERTS: {"targets": [], **scheme}, **self.groups}
+            self.groups = {_EXPERTS: scheme, **self.groups}
             return _EXPERTS
-        others = {
-            group: config for group, config in self.groups.items() if group != _EXPERTS
-        }
-        same = [
-            group
-            for group, config in others.items()
-            if {**config, "targets": []} == {"targets": [], **scheme}
-        ]
-        group = same[0] if same else f"group_{len(others)}"
-        self.groups.setdefault(group, {"targets": [], **scheme})
-        self.groups[group]["targets"] += [name, *self.tied.get(name, ())]
+        others = [group for group in self.groups if group != _EXPERTS]
+        same = (group for group in others if self.groups[group] == scheme)
+        group = next(same, f"group_{len(others)}")
+        self.groups[group] = scheme
+        self._members.setdefault(group, []).extend([name, *self.tied.get(name, ())])
         return group
 
     def rename(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -395,16 +390,11 @@ class Encoder:
         if self.layout == "mxfp4":
             return mxfp4.CONFIG
         formats = {group["format"] for group in self.groups.values()}
-        members = {
-            name: group["targets"]
-            for name, group in self.groups.items()
-            if name != _EXPERTS
-        }
-        grouped = set().union(*members.values())
+        grouped = set().union(*self._members.values())
         has_tables = not self.tables.isdisjoint(self.packed)
         named = self._patterns.names if has_tables else self._linears
         ungrouped = [name for name in named if name not in grouped]
-        targets, ignore = self._patterns.of(members, ungrouped)
+        targets, ignore = self._patterns.of(self._members, ungrouped)
         if self.layout == "gemma":
             widths = {
                 self.groups[name]["weights"]["num_bits"]: patterns
@@ -416,7 +406,7 @@ class Encoder:
             targets[_EXPERTS] = [matrix_pattern(matrices)]
         return {
             "config_groups": {
-                name: {**group, "targets": targets[name]}
+                name: {"targets": targets[name], **group}
                 for name, group in self.groups.items()
             },
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
@@ -503,6 +493,9 @@ class Patterns:
         self.names = list(names)
         self.prefix = f"{prefix}." if prefix else ""
         paths = [path.split(".") for path in lists]
+        # The name of a layer in a block: list, number and the rest.
+        any_list = "|".join(map(re.escape, lists))
+        self._in_list = re.compile(rf"({any_list})\.(\d+)\.(.+)")
         self.lists = {
             path: (_own_end(path.split("."), paths), count)
             for path, count in lists.items()
@@ -528,52 +521,44 @@ class Patterns:
         }
         ignore = self._patterns(ungrouped, tails)
         for name in self.names:
-            found = {
-                group for group, patterns in targets.items() if _matches(name, patterns)
-            }
+            found = [group for group in targets if _matches(name, targets[group])]
             if _matches(name, ignore):
-                found = set()
-            wanted = {owners[name]} if name in owners else set()
-            if found != wanted:
+                found = []
+            if found != [group for group in groups if name in groups[group]]:
                 names = {group: list(members) for group, members in groups.items()}
                 return names, list(ungrouped)
         return targets, ignore
 
-    def _place(self, name: str) -> tuple[str, str, list[str]] | None:
-        """Split the name of a layer in a block: list, number and the rest; None for a layer of no block."""
-        for path in self.lists:
-            if name.startswith(f"{path}."):
-                index, *rest = name.removeprefix(f"{path}.").split(".")
-                return path, index, rest
-        return None
-
     def _tails(self, owners: Mapping[str, str | None]) -> dict[str, str]:
         """Return the last part of each name if only layers of its group have it in their block, else all parts."""
         groups_with: dict[tuple[str, str, str], set[str | None]] = {}
-        places = {
-            name: place for name in owners if (place := self._place(name)) is not None
-        }
-        for name, (path, index, rest) in places.items():
-            groups_with.setdefault((path, index, rest[-1]), set()).add(owners[name])
+        places: dict[str, tuple[str, str, str]] = {}
+        rests: dict[str, str] = {}
+        for name, owner in owners.items():
+            match = self._in_list.fullmatch(name)
+            if match is not None:
+                path, index, rest = match.groups()
+                rests[name] = rest
+                places[name] = (path, index, rest.rpartition(".")[2])
+                groups_with.setdefault(places[name], set()).add(owner)
         tails = {}
-        for name, (path, index, rest) in places.items():
-            is_shared = len(groups_with[path, index, rest[-1]]) > 1
+        for name, place in places.items():
+            last = place[2]
             # The whole rest of a name has nothing between it and its block.
-            whole = is_shared or len(rest) == 1
-            tails[name] = ".".join(rest) if whole else f"*{rest[-1]}"
+            is_whole = len(groups_with[place]) > 1 or rests[name] == last
+            tails[name] = rests[name] if is_whole else f"*{last}"
         return tails
 
     def _patterns(self, members: Sequence[str], tails: Mapping[str, str]) -> list[str]:
         places: dict[tuple[str, str], dict[str, None]] = {}
         patterns = []
         for name in members:
-            place = self._place(name)
-            if place is None:
-                patterns.append(
-                    f"re:{_ANY}{re.escape(name.removeprefix(self.prefix))}$"
-                )
+            match = self._in_list.fullmatch(name)
+            if match is None:
+                own = re.escape(name.removeprefix(self.prefix))
+                patterns.append(f"re:{_ANY}{own}$")
             else:
-                places.setdefault((place[0], tails[name]), {})[place[1]] = None
+                places.setdefault((match[1], tails[name]), {})[match[2]] = None
         # Layers of the same blocks have one pattern.
         shared: dict[tuple[str, tuple[str, ...], bool], list[str]] = {}
         for (path, tail), numbers in places.items():

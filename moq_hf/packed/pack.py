@@ -197,7 +197,7 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
     saved_names: dict[int, str] = {}
     for name, tensor in wanted.items():
         for candidate in (name, written.get(id(tensor)), tied.get(name)):
-            if candidate is not None and candidate in weights.specs:
+            if candidate in weights.specs:
                 saved_names.setdefault(id(tensor), candidate)
     names = {n: saved_names[id(t)] for n, t in wanted.items() if id(t) in saved_names}
     unknown = weights.specs.keys() - set(names.values()) - wanted.keys() - tied.keys()
@@ -206,9 +206,8 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
             f"{folder} holds the weights of a model with PEFT's adapters: load them, and call save_quantized"
         )
     there = {name: wanted[name] for name in never_saved(shell) & wanted.keys()}
-    for name, saved_name in ({name: name for name in unknown} | names).items():
-        shape, dtype = weights.specs[saved_name]
-        there[name] = torch.empty(shape, dtype=dtype, device="meta")
+    there |= {name: weights.specs[name] for name in unknown}
+    there |= {name: weights.specs[saved] for name, saved in names.items()}
     with explained(f"{weights.place}: not the weights that {CONFIG} describes"):
         shell.load_state_dict(there)
         for name in names:
