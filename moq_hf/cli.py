@@ -252,12 +252,6 @@ def _export(directory: str, to: str, out: str, **options: Any) -> None:
     if to == "gguf":
         from .export.gguf import export_gguf
 
-        if not options:
-            raise MoQError(
-                "--to gguf needs llama.cpp's converter: moq-hf export "
-                f"{directory} --to gguf {out} --converter llama.cpp/convert_hf_to_gguf.py; "
-                "or --base, what it made of the checkpoint as floats"
-            )
         print(export_gguf(directory, out, **options).table())
     elif to == "float":
         from .export.floats import export_floats

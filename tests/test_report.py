@@ -66,7 +66,9 @@ def test_the_model_of_a_float_phase_is_called_so(run: Path) -> None:
     state["log_history"].insert(5, {"step": 100, "float_eval_f1": 0.91})
     (run / "trainer_state.json").write_text(json.dumps(state))
     page = write_report(run).read_text()
-    assert "(float after 100 of 345 steps 91.0 %)" in page and re.search("metric +float after 100 of 345 steps +quantized", page)
+    assert "(float after 100 of 345 steps 91.0 %)" in page and re.search(
+        "metric +float after 100 of 345 steps +quantized", page
+    )
 
 
 def test_strange_names_are_shown_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

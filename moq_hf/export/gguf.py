@@ -154,8 +154,8 @@ def export_gguf(
     new_path(out)
     if (base is None) == (converter is None):
         raise MoQError(
-            "GGUF needs either base, what llama.cpp's converter made of the checkpoint as floats, or converter, "
-            "the path of its convert_hf_to_gguf.py"
+            "GGUF needs either converter, the path of llama.cpp's convert_hf_to_gguf.py (moq-hf export DIR --to gguf "
+            "OUT --converter llama.cpp), or base, what that made of the checkpoint as floats"
         )
     check_taken(Path(directory), GGUF)
     if base is not None:

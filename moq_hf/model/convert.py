@@ -142,12 +142,6 @@ def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
     return {name: x for name, x in layers if not isinstance(x, QuantEmbedding)}
 
 
-def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
-    """The quantized embedding tables by their names, each once, in model order."""
-    layers = quantized_layers(model).items()
-    return {name: x for name, x in layers if isinstance(x, QuantEmbedding)}
-
-
 def is_quantized(model: nn.Module) -> bool:
     """Whether any of a model's modules computes with a quantized weight now."""
     layers = quantized_layers(model).values()

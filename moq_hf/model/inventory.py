@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -244,11 +244,6 @@ class Inventory:
             for name, entries in lists.items()
             for index, entry in enumerate(list(entries)[:layer_num])
         }
-
-
-def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
-    """Whether a module is a linear layer: `nn.Linear`, or `Conv1D` of transformers, quantized or not."""
-    return isinstance(module, LINEARS)
 
 
 def is_convolution(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ from ..formats.stored import (
 )
 from ..formats.table import FORMS, FP4_NEEDS, NEEDS, Layout, form_of, has_codes
 from ..grid import Format
-from ..model.inventory import FUSED, Inventory, is_linear
+from ..model.inventory import FUSED, LINEARS, Inventory
 from ..names import plain_name
 from ..processes import device_of, shape_of
 from ..quant_linear import QuantLayer
@@ -94,11 +94,13 @@ class Encoder:
         self.names: dict[str, str] | None = None
         model = inventory.model
         modules = without_peft_names(inventory.modules, inventory.adapters)
-        self._linears = [name for name, module in modules.items() if is_linear(module)]
+        self._linears = [
+            n for n, module in modules.items() if isinstance(module, LINEARS)
+        ]
         matched = [
             name
             for name, module in modules.items()
-            if is_linear(module) or isinstance(module, nn.Embedding)
+            if isinstance(module, (*LINEARS, nn.Embedding))
         ]
         lists = {name: len(entries) for name, entries in inventory.lists.items()}
         self._patterns = Patterns(

@@ -18,7 +18,7 @@ from transformers import Trainer, set_seed
 
 from moq_hf import MoQCallback, verify_quantized
 from moq_hf.model.convert import quant_layers
-from moq_hf.model.inventory import is_convolution, is_linear
+from moq_hf.model.inventory import CONVOLUTIONS, LINEARS
 from moq_hf.weight_matrix import is_experts
 
 WORDS = 60
@@ -220,8 +220,8 @@ def outcome(name: str, folder: Path, stranger: Stranger) -> Outcome:
     saved = folder / "quantized"
     found = verify_quantized(saved, model)
     layers = quant_layers(model)
-    counts = [is_linear, is_convolution] if family.convolutions else [is_linear]
-    every = [path for path, module in model.named_modules() if any(count(module) for count in counts)]
+    classes = LINEARS + (CONVOLUTIONS if family.convolutions else ())
+    every = [path for path, module in model.named_modules() if isinstance(module, classes)]
     # Each parameter of experts is a layer too.
     every += [path for path, layer in layers.items() if is_experts(layer.kind)]
     inputs = {key: tensor for key, tensor in batch.items() if torch.is_tensor(tensor)}

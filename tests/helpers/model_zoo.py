@@ -21,7 +21,7 @@ from torch import nn
 
 from moq_hf import MoQCallback, verify_quantized
 from moq_hf.model.convert import quant_layers
-from moq_hf.model.inventory import is_linear
+from moq_hf.model.inventory import LINEARS
 
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 6, "target_bits": 4},
@@ -220,7 +220,7 @@ def outcome(family: str, task: str, folder: Path, stranger: Stranger) -> Outcome
     found = verify_quantized(saved, model)
     return Outcome(
         quantized=list(layers),
-        in_float=[name for name, module in model.named_modules() if is_linear(module) and name not in layers],
+        in_float=[name for name, module in model.named_modules() if isinstance(module, LINEARS) and name not in layers],
         tied=tied,
         tied_after=tied_weights(model),
         bits={layer.moq.bits for layer in layers.values()},

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 import transformers as hf
 from model_zoo import arguments
 from stranger import ROUNDED, near, outputs_of
+from tables import quant_embeddings
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, save_quantized
 from moq_hf import quantizer as q
 from moq_hf.layer_state import in_forward
-from moq_hf.model.convert import check_bypassed_weights, check_scales, quant_embeddings, quant_layers
+from moq_hf.model.convert import check_bypassed_weights, check_scales, quant_layers
 
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 4, "target_bits": 3},

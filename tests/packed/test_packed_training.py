@@ -8,12 +8,12 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from repo import ROOT
+from tables import quant_embeddings
 from tiny_runs import ARRIVAL, CONFIG, Stop, arguments, assert_same, moq, new_model, rows, stock, trained, weights
 from transformers import AutoTokenizer, BertForSequenceClassification, DataCollatorWithPadding, Trainer
 
 from moq_hf import MoQCallback, MoQTrainer, quantize_model, verify_quantized
 from moq_hf.callback import last_metrics
-from moq_hf.model.convert import quant_embeddings
 from moq_hf.packed.card import write_card
 from moq_hf.packed.state import STATE_NAME, record_metrics
 

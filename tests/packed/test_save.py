@@ -25,11 +25,12 @@ from model_zoo import Stranger
 from repo import ROOT
 from safetensors.torch import load_file, save_file
 from small_files import files_of
+from tables import quant_embeddings
 
 from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, quantizer, save_quantized, verify_quantized
 from moq_hf.cli import main
 from moq_hf.grid import Grid, PerChannel, PerGroup
-from moq_hf.model.convert import quant_embeddings, quant_layers
+from moq_hf.model.convert import quant_layers
 from moq_hf.packed.state import STATE_NAME, read_state, sha256, write_state
 from moq_hf.packed.verify import recorded, stored_weights
 from moq_hf.training.controller import MoQController

@@ -10,12 +10,13 @@ import transformers as t
 from model_zoo import Stranger
 from safetensors.torch import load_file
 from stranger import outputs_of, tied_weights
+from tables import quant_embeddings
 from transformers import Trainer, set_seed
 
 from moq_hf import MoQCallback, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf.config import MoQConfig
 from moq_hf.errors import MoQError
-from moq_hf.model.convert import quant_embeddings, quant_layers
+from moq_hf.model.convert import quant_layers
 from moq_hf.packed.verify import stored_weights
 from moq_hf.training.controller import MoQController
 

@@ -15,6 +15,7 @@ from datasets import Dataset
 from model_zoo import CONFIG, ROWS, STEPS, Stranger, arguments, inputs_of, new_model, rows_of
 from safetensors.torch import load_file
 from stranger import outputs_of
+from tables import quant_embeddings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -22,8 +23,8 @@ from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKEND
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from moq_hf import MoQCallback, MoQError, MoQTrainer, dequantize_model, quantize_model, save_quantized, verify_quantized
-from moq_hf.model.convert import quant_embeddings, quant_layers
-from moq_hf.model.inventory import is_linear
+from moq_hf.model.convert import quant_layers
+from moq_hf.model.inventory import LINEARS
 
 TASK = "sequence classification"
 TARGET = {CONFIG["quantize_bits"]["target_bits"]}
@@ -214,7 +215,9 @@ def test_a_body_in_a_module_of_one_s_own(tmp_path: Path, caplog: pytest.LogCaptu
     model = Tower()
     trainer = hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(CONFIG)])
     trainer.train()
-    assert [name for name, part in model.named_modules() if is_linear(part) and name not in quant_layers(model)] == [
+    assert [
+        name for name, part in model.named_modules() if isinstance(part, LINEARS) and name not in quant_layers(model)
+    ] == [
         "between",
         "head",
     ]
@@ -235,7 +238,7 @@ def test_a_body_in_a_module_of_one_s_own(tmp_path: Path, caplog: pytest.LogCaptu
 def test_the_heads_of_models_in_a_module_stay_float() -> None:
     pair = nn.ModuleDict({"one": new_model("BERT", TASK), "two": new_model("DistilBERT", TASK), "top": nn.Linear(4, 2)})
     quantize_model(pair, CONFIG)
-    left = [name for name, part in pair.named_modules() if is_linear(part) and name not in quant_layers(pair)]
+    left = [name for name, part in pair.named_modules() if isinstance(part, LINEARS) and name not in quant_layers(pair)]
     assert left == ["one.classifier", "two.pre_classifier", "two.classifier", "top"]
 
 

@@ -1,0 +1,11 @@
+"""The quantized embedding tables of a model."""
+
+from torch import nn
+
+from moq_hf.model.convert import quantized_layers
+from moq_hf.quant_linear import QuantEmbedding
+
+
+def quant_embeddings(model: nn.Module) -> dict[str, QuantEmbedding]:
+    """The quantized embedding tables by their names, each once, in model order."""
+    return {name: layer for name, layer in quantized_layers(model).items() if isinstance(layer, QuantEmbedding)}
