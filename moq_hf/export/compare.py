@@ -314,11 +314,9 @@ def random_pictures(model: Any, processor: Path | None) -> dict[str, Tensor]:
         processor: The file that says how pictures are prepared, which may say it too;
             else they are of 224 pixels.
     """
-    size = getattr(model.config, "image_size", None)
-    if size is None and processor is not None:
-        settings = read_json(processor)
-        size = settings.get("crop_size") or settings.get("size")
-    size = size or _SIDE
+    settings = {} if processor is None else read_json(processor)
+    size = getattr(model.config, "image_size", None) or settings.get("crop_size")
+    size = size or settings.get("size", _SIDE)
     if isinstance(size, dict):
         edge = size.get("shortest_edge", _SIDE)
         size = (size.get("height", edge), size.get("width", edge))

@@ -151,12 +151,12 @@ def export_gguf(
             the converter fails, or a library of the extra gguf is not installed.
     """
     require("gguf", "gguf")
-    new_path(out)
     if (base is None) == (converter is None):
         raise MoQError(
             "GGUF needs either converter, the path of llama.cpp's convert_hf_to_gguf.py (moq-hf export DIR --to gguf "
             "OUT --converter llama.cpp), or base, what that made of the checkpoint as floats"
         )
+    new_path(out)
     check_taken(Path(directory), GGUF)
     if base is not None:
         return _export(Path(directory), Path(out), Path(base))
@@ -552,9 +552,8 @@ class _Base:
             if not np.array_equal(data.ravel(), expected.ravel()):
                 wrong.add(name)
         keys = {name: field.contents() for name, field in _copied(reader).items()}
-        for name in keys.keys() | self._fields.keys():
-            if keys.get(name) != self._keys.get(name):
-                wrong.add(name)
+        names = keys.keys() | self._fields.keys()
+        wrong |= {name for name in names if keys.get(name) != self._keys.get(name)}
         if wrong:
             raise MoQError(
                 f"{path}: {', '.join(sorted(wrong))} was not read back as it was written"

@@ -681,16 +681,13 @@ def _optimize(exported: Any) -> None:
     def should_fold(node: Any) -> bool | None:
         names = [value.name for value in node.inputs if value]
         # The default would fold small integer weights into float ones.
-        return False if any(map(_is_integer, names)) else None
+        has_integers = any(n.endswith((".codes", ".zero_point")) for n in names)
+        return False if has_integers else None
 
     optimize_ir(exported, should_fold=should_fold)
     CommonSubexpressionEliminationPass()(exported)
     # Stack traces, with the paths of this machine.
     ClearMetadataAndDocStringPass()(exported)
-
-
-def _is_integer(name: str) -> bool:
-    return name.endswith((".codes", ".zero_point"))
 
 
 def _keep_sums(exported: Any) -> None:

@@ -188,18 +188,20 @@ class Encoder:
         grids = [layer.moq.grid for layer in linears]
         # Layers of other groups repeat their scales: `overrides` may say any.
         row_size = math.gcd(*(grid.grouping.row_size or 0 for grid in grids)) or None
-        bits_of: dict[bool, list[int]] = {True: [0], False: [0]}
-        numbers = {True: 0, False: 0}
+        width = widest = table_size = others_size = 0
         for name, layer in self.layers.items():
             if layer.moq.bits <= MAX_PACKED_BITS:
-                is_table = name in self.tables
-                numbers[is_table] += shape_of(layer.float_weight).numel()
-                bits_of[is_table].append(layer.moq.bits)
-        width, widest = max(bits_of[False]), max(bits_of[False] + bits_of[True])
+                size = shape_of(layer.float_weight).numel()
+                widest = max(widest, layer.moq.bits)
+                if name in self.tables:
+                    table_size += size
+                else:
+                    others_size += size
+                    width = max(width, layer.moq.bits)
         # Tables stay floats where the files would grow by giving all other codes their
         # bits.
-        growth = (widest - width) * numbers[False]
-        saved = (8 * torch.float32.itemsize - widest) * numbers[True]
+        growth = (widest - width) * others_size
+        saved = (8 * torch.float32.itemsize - widest) * table_size
         format, *others = _formats_of(linears)
         format = "int" if others else format
         return SharedScheme(row_size, grids[0].symmetric, growth <= saved, format)

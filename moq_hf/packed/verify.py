@@ -205,7 +205,7 @@ def verify_quantized(
                     continue
                 name = name.replace("put_activation_scale", "put_scale")
                 tensor = tensor.view(1)
-            _compare(folder, name, tensor, expected, "tensor ")
+            _compare(folder, name, tensor, expected)
             compared.add(name)
         if model is not None and expected is not None:
             _check_all_compared(folder, model, expected, compared)
@@ -436,7 +436,6 @@ def _compare(
     name: str,
     tensor: Tensor,
     model: Mapping[str, Tensor] | None,
-    kind: str = "",
 ) -> None:
     """Compare a tensor with the model's in the model's dtype, if there is one.
 
@@ -447,4 +446,4 @@ def _compare(
         return
     expected = model.get(name)
     if expected is None or not torch.equal(tensor.to(expected.dtype), expected):
-        raise MoQError(f"{folder}: {kind}{name} differs from the model's")
+        raise MoQError(f"{folder}: {name} differs from the model's")

@@ -332,7 +332,7 @@ def test_the_command(
     assert out.read_bytes() == exported.path.read_bytes()
     assert "read back: every code is that of the checkpoint" in capsys.readouterr().out
     for words, what in (
-        (["--to", "gguf", str(out)], "GGUF needs either converter, .* --to gguf OUT --converter"),
+        (["--to", "gguf", str(out)], "--to gguf OUT --converter llama.cpp), or base"),
         (
             ["--to", "gguf", str(tmp_path / "new.gguf"), "--base", "a", "--converter", "b"],
             "GGUF needs either converter",
