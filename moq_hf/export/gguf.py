@@ -214,14 +214,13 @@ def _export(directory: Path, out: Path, source: Path) -> GgufExport:
         raise MoQError(
             f"{directory}: floats of half precision have no codes any more: {listed(lost)}; leave them out"
         )
-    placed: dict[str, dict[int, Blocks]] = {}
+    # Of each tensor one layer's blocks, or those of all experts in turn.
+    parts: dict[str, list[Blocks]] = {}
     for name, layer in progress(layers.items(), "GGUF"):
         blocks = read.fitted(places[name], weights.pop(name), layer, name)
         if not places[name].endswith(_NEVER_IN_BLOCKS):
-            placed.setdefault(places[name], {})[_expert_of(name)] = blocks
-    parts = {
-        place: read.all_experts(place, experts) for place, experts in placed.items()
-    }
+            parts.setdefault(places[name], []).append(blocks)
+    read.check_experts(parts)
     read.add_scales(parts)
     with staged(out.resolve()) as staging:
         read.write(staging, parts)
@@ -472,21 +471,21 @@ class _Base:
             if number and rows % (2 * number) == 0:
                 yield order.reshape(number, 2, -1).swapaxes(1, 2).ravel()
 
-    def all_experts(self, place: str, experts: Mapping[int, Blocks]) -> list[Blocks]:
-        """The blocks of a tensor: one layer's, or those of all experts in turn.
+    def check_experts(self, parts: Mapping[str, Sequence[Blocks]]) -> None:
+        """Check that a tensor of experts gets the blocks of each, and all of one type.
 
         Raises:
             MoQError: Some experts are not quantized, or have another type.
         """
-        data = self.tensors[place].data
-        kinds = sorted({blocks.kind for blocks in experts.values()})
-        count = len(data) if data.ndim == 3 else 1
-        if len(experts) != count or len(kinds) > 1:
-            raise MoQError(
-                f"{place} is one tensor of one type for {count} experts, of which {len(experts)} are quantized, as "
-                f"{', '.join(kinds)}"
-            )
-        return [experts[expert] for expert in sorted(experts)]
+        for place, experts in parts.items():
+            data = self.tensors[place].data
+            kinds = sorted({blocks.kind for blocks in experts})
+            count = len(data) if data.ndim == 3 else 1
+            if len(experts) != count or len(kinds) > 1:
+                raise MoQError(
+                    f"{place} is one tensor of one type for {count} experts, of which {len(experts)} are quantized, "
+                    f"as {', '.join(kinds)}"
+                )
 
     def add_scales(self, parts: Mapping[str, Sequence[Blocks]]) -> None:
         """Add the scales of whole tensors in NVFP4, one for each expert, by the names that llama.cpp looks for."""

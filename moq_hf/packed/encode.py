@@ -364,15 +364,13 @@ class Encoder:
         where some weights are packed: loading merges only packed pieces then.
         """
         unchanged = {id(tensor) for tensor in original_format(model, tensors).values()}
-        kept: dict[str, Tensor] = {}
-        renamable: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            would_change = id(tensor) not in unchanged
-            if would_change and (self.groups or name in self.stored):
-                kept[name] = tensor
-            else:
-                renamable[name] = tensor
-        renamed = original_format(model, renamable) | kept
+        kept = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if id(tensor) not in unchanged and (self.groups or name in self.stored)
+        }
+        others = {name: t for name, t in tensors.items() if name not in kept}
+        renamed = original_format(model, others) | kept
         names_in_files = {id(tensor): name for name, tensor in renamed.items()}
         layers = set(self.stored).union(*self.tied.values())
         self.names = {}
