@@ -153,8 +153,8 @@ def export_gguf(
     require("gguf", "gguf")
     if (base is None) == (converter is None):
         raise MoQError(
-            "GGUF needs either converter, the path of llama.cpp's convert_hf_to_gguf.py (moq-hf export DIR --to gguf "
-            "OUT --converter llama.cpp), or base, what that made of the checkpoint as floats"
+            "GGUF needs llama.cpp's converter (moq-hf export DIR --to gguf OUT --converter "
+            "llama.cpp/convert_hf_to_gguf.py), or base, what that made of the checkpoint as floats, and not both"
         )
     new_path(out)
     check_taken(Path(directory), GGUF)

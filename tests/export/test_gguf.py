@@ -332,10 +332,10 @@ def test_the_command(
     assert out.read_bytes() == exported.path.read_bytes()
     assert "read back: every code is that of the checkpoint" in capsys.readouterr().out
     for words, what in (
-        (["--to", "gguf", str(out)], "--to gguf OUT --converter llama.cpp), or base"),
+        (["--to", "gguf", str(out)], "--converter llama.cpp/convert_hf_to_gguf.py), or base"),
         (
             ["--to", "gguf", str(tmp_path / "new.gguf"), "--base", "a", "--converter", "b"],
-            "GGUF needs either converter",
+            "GGUF needs llama.cpp's converter",
         ),
         (["--to", "gguf", str(out), "--base", str(base), "--flavors", "int8"], "--to gguf goes without --flavors"),
         (["--to", "onnx", str(out), "--base", str(base)], "--to onnx goes without --base"),

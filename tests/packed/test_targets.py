@@ -103,3 +103,13 @@ def test_where_patterns_would_not_do_targets_are_names() -> None:
         {"group_0": ["proj"], "group_1": ["part.proj"]},
         [],
     )
+
+
+def test_a_list_of_plain_layers_is_not_one_of_blocks() -> None:
+    """Gemma3n has two of them."""
+    lists = {"model.altup_projections": 2, "model.layers": 2}
+    layers = [f"model.layers.{i}.mlp.up_proj" for i in range(2)]
+    plain = [f"model.altup_projections.{i}" for i in range(2)]
+    names = [*plain, *layers, "lm_head"]
+    targets, ignore = Patterns(names, lists, "model").of({"group_0": layers, "group_1": plain}, ["lm_head"])
+    assert [owner(name, targets, ignore) for name in names] == ["group_1"] * 2 + ["group_0"] * 2 + [None]
