@@ -197,7 +197,7 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
     saved_names: dict[int, str] = {}
     for name, tensor in wanted.items():
         for candidate in (name, written.get(id(tensor)), tied.get(name)):
-            if candidate in weights.specs:
+            if candidate is not None and candidate in weights.specs:
                 saved_names.setdefault(id(tensor), candidate)
     names = {n: saved_names[id(t)] for n, t in wanted.items() if id(t) in saved_names}
     unknown = weights.specs.keys() - set(names.values()) - wanted.keys() - tied.keys()
