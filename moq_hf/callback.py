@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers import (
     IntervalStrategy,
+    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -74,13 +75,13 @@ _SHOWN = ("moq/bits", "moq/mean_bits", "moq/blend")
 class _AfterAll(TrainerCallback):
     """Delivers after all other callbacks, since one of them may change the weights at the end, as an EMA's does."""
 
-    def __init__(self, host: Any, deliver: Callable[[], None]) -> None:
-        self.host = host
+    def __init__(self, trainer: Trainer, deliver: Callable[[], None]) -> None:
+        self.trainer = trainer
         self.deliver = deliver
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Deliver, once."""
-        self.host.remove_callback(self)
+        self.trainer.remove_callback(self)
         self.deliver()
 
 
@@ -116,7 +117,6 @@ class MoQCallback(TrainerCallback, ExportableState):
     Attributes:
         controller: The `MoQController` of the model in training; None before a Trainer
             has the callback, and if the config is not enabled.
-        trainer: The `MoQTrainer` that runs the callback; None for a stock Trainer.
         plan: The `Plan` of the run; None before it begins.
         delivered: What was written at the end of training: `path`, `bytes` of the
             weights and `proof`; None before, where nothing was written, and in
@@ -136,14 +136,12 @@ class MoQCallback(TrainerCallback, ExportableState):
     ) -> None:
         self.config = MoQConfig.load(config, **keywords)
         self.controller: MoQController | None = None
-        self.trainer: Any = None
         self.loss = loss
-        self._state: TrainerState | None = None
         self._began = 0.0
         self._loss_scale = 0.0
         self.plan: Plan | None = None
         self.delivered: Delivered | None = None
-        # The Trainer that runs the callback, a stock one too.
+        # The Trainer that runs the callback; None before one has it.
         self._host: Any = None
         # Whether the last step changed a block's bits, or was the first one of a run
         # that begins quantized.
@@ -155,6 +153,11 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._kept: dict[str, Any] | None = None
         self._readers_checked = False
         self._is_watching = False
+
+    @property
+    def trainer(self) -> Any:
+        """The `MoQTrainer` that runs the callback; None for a stock Trainer."""
+        return self._host if getattr(self._host, "moq", None) is self else None
 
     @property
     def bits(self) -> dict[str, int]:
@@ -173,18 +176,18 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into `trainer_state.json`, in JSON types."""
-        attributes = {
-            "saved": None if self.controller is None else self.controller.state_dict(),
-            "saved_at": None if self._state is None else self._state.global_step,
-            "teacher": self._teacher,
-            # The Trainer writes the weights first.
-            "weights": {}
-            if self._host is None
-            else checksums(checkpoint_folder(self._host)),
-        }
-        if self._state is not None and not self.config.enabled:
+        attributes: dict[str, Any] = {"saved": None, "saved_at": None}
+        if self.controller is not None:
+            attributes = {
+                "saved": self.controller.state_dict(),
+                "saved_at": self._host.state.global_step,
+                "teacher": self._teacher,
+                # The Trainer writes the weights first.
+                "weights": checksums(checkpoint_folder(self._host)),
+            }
+        elif self._host is not None:
             # What a run without moq_hf resumed is for the next run with it.
-            before = callback_states(self._state).get(self._name, {})
+            before = callback_states(self._host.state).get(self._name, {})
             attributes = before.get("attributes", attributes)
         return {"args": {"config": self.config.to_dict()}, "attributes": attributes}
 
@@ -218,13 +221,12 @@ class MoQCallback(TrainerCallback, ExportableState):
         return None if self.trainer is None else self.trainer.teacher_fingerprint
 
     def _find_trainer(self, state: TrainerState) -> None:
-        """Forget the MoQTrainer if another Trainer has got this callback since then.
+        """Find the Trainer that calls, which may be another one than before.
 
         Raises:
-            MoQError: The Trainer has two MoQCallbacks.
+            MoQError: It has two MoQCallbacks.
         """
-        if getattr(self.trainer, "state", None) is not state:
-            self.trainer = None
+        self._host = calling_trainer(state)
         if isinstance(callback_states(state).get(self._name), list):
             raise MoQError(
                 "two MoQCallbacks in one Trainer: pass one (MoQTrainer(moq_config=) brings its own)"
@@ -276,7 +278,7 @@ class MoQCallback(TrainerCallback, ExportableState):
                 deadline, there are two MoQCallbacks, the checkpoint is of another
                 config, or the processes disagree.
         """
-        self._state = state
+        self._find_trainer(state)
         resumed = resumed_state(state)
         if not self.config.enabled:
             if resumed is not None:
@@ -286,22 +288,18 @@ class MoQCallback(TrainerCallback, ExportableState):
                     state.global_step,
                 )
             return
-        self._find_trainer(state)
         if self.trainer is None and self.config.distillation.teacher is not None:
             raise MoQError(
                 "distillation.teacher: a callback cannot change the loss; use MoQTrainer"
             )
         self.delivered = None
-        self._host = calling_trainer(state)
-        if self._host is not None:
-            call_first(self._host, self)
-            # Left by a run that another callback ended by an error.
-            self._host.remove_callback(_AfterAll)
+        call_first(self._host, self)
+        # Left by a run that another callback ended by an error.
+        self._host.remove_callback(_AfterAll)
         model = kwargs["model"]
         controller = self._controller_of(state, model, resumed)
-        if self._host is not None:
-            # So that the Trainer can load what it saves.
-            checkpoints_as_modules(self._host, pretrained(controller.model))
+        # So that the Trainer can load what it saves.
+        checkpoints_as_modules(self._host, pretrained(controller.model))
         self._began = time.perf_counter()
         self._loss_scale = loss_scale(kwargs.get("optimizer"))
         self._prepare_measuring(controller, args, state)
@@ -414,7 +412,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             tqdm.write(f"moq_hf plan: {self.plan.table()}")
         notes = [*controller.warnings(), *self.plan.notes]
         is_taught = self.trainer is not None and (
-            self._teacher is not None or self.trainer.is_float_first
+            self._teacher is not None or self.trainer.float_phase is not None
         )
         if not is_taught and config.distillation != DistillationConfig():
             notes.append(
@@ -465,19 +463,15 @@ class MoQCallback(TrainerCallback, ExportableState):
                 controller.sensitivity.samples.clear()
             return
         had_arrived = controller.has_arrived
-        was_chosen = controller.choice is not None
         schedule = controller.schedule
         if not controller.has_begun and schedule.steps + 1 == schedule.offset:
             # The loss of this step is still that of the float model.
             self._last_in_float = controller.metrics()
             if self.trainer is not None:
                 self.trainer.end_float_phase()
+        is_choosing = schedule.is_choosing and state.is_world_process_zero
         eigenvalues = controller.measure()
-        if (
-            not was_chosen
-            and controller.choice is not None
-            and state.is_world_process_zero
-        ):
+        if is_choosing and controller.choice is not None:
             tqdm.write(f"moq_hf: {controller.choice.table()}")
         begins_quantized = schedule.steps == schedule.offset == 0
         switches = controller.step(eigenvalues)
@@ -490,7 +484,7 @@ class MoQCallback(TrainerCallback, ExportableState):
     def _start_from_gptq(self, blocks: Collection[str]) -> None:
         """Round the weights of blocks that are at fewer bits now, if the config says so."""
         controller = self.controller
-        if controller is None or self._host is None or not self.config.gptq:
+        if controller is None or not self.config.gptq:
             return
         layers = [
             layer
@@ -519,23 +513,18 @@ class MoQCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Log a change of precision, in an entry of its own; let a MoQTrainer log the evaluation of its float phase."""
-        if self.trainer is not None:
+        phase = None if self.trainer is None else self.trainer.float_phase
+        if phase is not None and self._last_in_float is not None:
             # Logging counts as the step's log, which has the loss and is still to come.
             is_due = control.should_log
-            self.trainer.log_float_phase()
+            phase.log()
             # With the teacher another loss begins, which needs a mean of its own.
-            ends_phase = self._last_in_float is not None and self.trainer.is_float_first
-            control.should_log = is_due or (
-                ends_phase and args.logging_strategy != IntervalStrategy.NO
-            )
+            control.should_log = is_due or args.logging_strategy != IntervalStrategy.NO
         controller = self.controller
         if controller is None:
             return
-        if self._host is not None:
-            sizes = controller.sizes
-            add_notebook_column(
-                self._host, "moq/bits", lambda: f"{sizes.layer_bits:.4g}"
-            )
+        sizes = controller.sizes
+        add_notebook_column(self._host, "moq/bits", lambda: f"{sizes.layer_bits:.4g}")
         if not self._has_switched:
             return
         whole = controller.metrics()
@@ -544,7 +533,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         # Not by `Trainer.log`: with it Trainers end the means of their own metrics.
         state.log_history.append({**entry, "step": state.global_step})
         shown = _shown(whole) | epoch
-        for callback in [] if self._host is None else callbacks_of(self._host):
+        for callback in callbacks_of(self._host):
             logs = dict(entry if is_reporter(callback) else shown)
             callback.on_log(args, state, control, logs=logs, **kwargs)
 
@@ -578,9 +567,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         if self.controller is None:
             return
         if state.is_world_process_zero:
-            folder = self._run_folder(args) / f"checkpoint-{state.global_step}"
             complete_checkpoint(
-                folder, self.controller.model, kwargs.get("processing_class")
+                checkpoint_folder(self._host),
+                self.controller.model,
+                kwargs.get("processing_class"),
             )
         if not self.controller.has_arrived:
             forget_best(state)
@@ -633,31 +623,16 @@ class MoQCallback(TrainerCallback, ExportableState):
             self._kept = None if batch is None else kept_batch(batch)
         if not controller.has_begun:
             return
-        deliver = functools.partial(
-            self._deliver, controller, args, state, kwargs.get("processing_class")
-        )
-        if self._host is None:
-            deliver()
-        else:
-            self._host.add_callback(_AfterAll(self._host, deliver))
-
-    def _run_folder(self, args: TrainingArguments) -> Path:
-        """Where the Trainer keeps the checkpoints of this run; each trial of a search has a folder of its own."""
-        if self._host is None:
-            return Path(str(args.output_dir))
-        return checkpoint_folder(self._host).parent
+        deliver = functools.partial(self._deliver, controller, args, state)
+        self._host.add_callback(_AfterAll(self._host, deliver))
 
     def _deliver(
-        self,
-        controller: MoQController,
-        args: TrainingArguments,
-        state: TrainerState,
-        processing_class: Any,
+        self, controller: MoQController, args: TrainingArguments, state: TrainerState
     ) -> None:
         """Write the packed model and the state of the run, and say what has become of it, in one block."""
-        folder = self._run_folder(args) / "quantized"
-        options = options_of(self._host, state, processing_class, controller)
-        options = replace(options, run=self._host)
+        # Each trial of a search has a folder of its own.
+        folder = checkpoint_folder(self._host).parent / "quantized"
+        options = replace(options_of(self._host, controller), run=self._host)
         answers = self.answers(args)
         try:
             self.delivered = write_result(
@@ -680,7 +655,7 @@ class MoQCallback(TrainerCallback, ExportableState):
                 )
         if state.is_world_process_zero:
             self._close(controller, state)
-        if self._host is not None and self.trainer is None and args.should_save:
+        if self.trainer is None and args.should_save:
             tell_of_saves(self._host, self._tell_of_floats)
 
     def _close(self, controller: MoQController, state: TrainerState) -> None:
@@ -768,25 +743,18 @@ class MoQCallback(TrainerCallback, ExportableState):
             self._stop_listening()
 
 
-def options_of(
-    trainer: Any,
-    state: TrainerState,
-    processing_class: Any,
-    controller: MoQController | None,
-) -> SaveOptions:
+def options_of(trainer: Trainer, controller: MoQController | None) -> SaveOptions:
     """What goes with the model of a run into its folder.
 
     Args:
-        trainer: The Trainer, a stock one too; None where it is not known.
-        state: Its state.
-        processing_class: The one that it has; by default the tokenizer of its collator.
+        trainer: The Trainer, a stock one too.
         controller: Of the model; None where no callback trains it.
     """
-    collator = getattr(trainer, "data_collator", None)
+    tokenizer = getattr(trainer.data_collator, "tokenizer", None)
     return SaveOptions(
-        processing_class=processing_class or getattr(collator, "tokenizer", None),
+        processing_class=trainer.processing_class or tokenizer,
         controller=controller,
-        metrics=getattr(trainer, "final_metrics", None) or last_metrics(state),
+        metrics=getattr(trainer, "final_metrics", None) or last_metrics(trainer.state),
         float_metrics=getattr(trainer, "float_metrics", None),
     )
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, Trainer
 
 from .callback import MoQCallback, options_of, write_result
 from .config import MoQConfig
+from .config_fields import DistillationConfig
 from .errors import MoQError
 from .model.convert import is_quantized, quant_layers
 from .packed.card import write_run_card
@@ -95,6 +96,7 @@ class MoQTrainer(Trainer):
         float_metrics: The same of a model trained in float; with `float_first` those of
             its float phase. Set both before saving or pushing.
         teacher_fingerprint: A checksum of the teacher in use; None without one.
+        float_phase: With `float_first`, the `FloatPhase` of its runs; else None.
 
     >>> import tempfile
     >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
@@ -127,22 +129,18 @@ class MoQTrainer(Trainer):
     ) -> None:
         callbacks = list(kwargs.get("callbacks") or [])
         share = share_of(float_first)
-        if moq_config is not None:
-            config = MoQConfig.load(moq_config)
-            config = config if share is None else after_float(config, share)
+        config = None if moq_config is None else MoQConfig.load(moq_config)
+        if share is not None:
+            if config is None or not config.enabled or teacher is not None:
+                raise MoQError(
+                    "float_first needs a moq_config that is enabled, no MoQCallback beside it, and no other teacher: "
+                    "the model trained in float is the teacher"
+                )
+            config = after_float(config, share)
+        if config is not None:
             callbacks.append(MoQCallback(config))
         # Of two the callback itself says that they are too many.
         self.moq = next((c for c in callbacks if isinstance(c, MoQCallback)), None)
-        if share is not None and (
-            moq_config is None
-            or self.moq is None
-            or not self.moq.config.enabled
-            or teacher is not None
-        ):
-            raise MoQError(
-                "float_first needs a moq_config that is enabled, no MoQCallback beside it, and no other teacher: the "
-                "model trained in float is the teacher"
-            )
         self.final_metrics: Mapping[str, Any] | None = None
         self.float_metrics: Mapping[str, Any] | None = None
         self.teacher_fingerprint: int | None = None
@@ -152,16 +150,13 @@ class MoQTrainer(Trainer):
         self._dropped: list[tuple[nn.Module, str, float]] = []
         # Sums over micro-batches since the last log, and how many there were.
         self._parts: dict[str, Any] = Counter()
-        if self.moq is not None:
-            self.moq.trainer = self
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
         # How this Trainer has it without a teacher.
         self._scaled_for_ga = self.loss_is_scaled_for_ga
-        self._float_phase: FloatPhase | None = None
-        if share is not None:
-            student = self.accelerator.unwrap_model(self.model)
-            self._float_phase = FloatPhase(self, share, student)
-            check_hidden(student, cast(MoQCallback, self.moq).config.distillation)
+        self.float_phase: FloatPhase | None = None
+        if share is not None and config is not None:
+            self.float_phase = FloatPhase(self, share, self._student)
+            check_hidden(self._student, config.distillation)
         self._follow(self._find_teacher(teacher, teacher_init_kwargs))
 
     def train(
@@ -221,7 +216,7 @@ class MoQTrainer(Trainer):
             moq.observe(inputs)
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not self._loss_called and (
-            self._teacher is not None or self._float_phase is not None
+            self._teacher is not None or self.float_phase is not None
         ):
             self._loss_called = True
             logger.warning(
@@ -234,28 +229,29 @@ class MoQTrainer(Trainer):
     def _find_teacher(
         self, given: PreTrainedModel | None, init_kwargs: Mapping[str, Any] | None
     ) -> PreTrainedModel | None:
-        config = (
-            None if self.moq is None or not self.moq.config.enabled else self.moq.config
-        )
-        if given is not None and config is None:
+        config = DistillationConfig()
+        if self.moq is not None and self.moq.config.enabled:
+            config = self.moq.config.distillation
+        elif given is not None:
             raise MoQError(
                 "a teacher is for quantized training: give a moq_config that is enabled"
             )
-        named = (
-            None if config is None or given is not None else config.distillation.teacher
-        )
-        if init_kwargs and named is None:
+        source = given or config.teacher
+        if init_kwargs and not isinstance(source, str):
             raise MoQError(
                 "teacher_init_kwargs are for the teacher that distillation.teacher names; there is none"
             )
-        source = given or named
-        if source is None or config is None:
+        if source is None:
             return None
-        student = self.accelerator.unwrap_model(self.model)
-        check_hidden(student, config.distillation)
+        check_hidden(self._student, config)
         return load_teacher(
-            source, student, config.distillation, self.args.device, init_kwargs
+            source, self._student, config, self.args.device, init_kwargs
         )
+
+    @property
+    def _student(self) -> nn.Module:
+        """The model in training, without what Accelerate puts around it."""
+        return cast(nn.Module, self.accelerator.unwrap_model(self.model))
 
     def _follow(self, teacher: PreTrainedModel | None) -> None:
         self._teacher = teacher
@@ -272,7 +268,7 @@ class MoQTrainer(Trainer):
         Raises:
             MoQError: A phase would have no step, or the schedule cannot be begun anew.
         """
-        if self._float_phase is None:
+        if self.float_phase is None:
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is not None:
             raise MoQError(
@@ -282,7 +278,7 @@ class MoQTrainer(Trainer):
         step = cast(MoQCallback, self._live_moq()).offset(self.state)
         if not 0 < step < num_training_steps:
             raise MoQError(
-                f"float_first {self._float_phase.share:g} of {num_training_steps} optimizer steps is step {step}: it "
+                f"float_first {self.float_phase.share:g} of {num_training_steps} optimizer steps is step {step}: it "
                 "leaves a phase without a step; train for more steps (max_steps, num_train_epochs)"
             )
         phases = []
@@ -307,7 +303,7 @@ class MoQTrainer(Trainer):
             MoQError: What the float phase has used cannot be begun anew; what it left
                 is missing, or of another run.
         """
-        phase = self._float_phase
+        phase = self.float_phase
         self._parts.clear()
         # After running out of memory in the second phase a run may begin again.
         self._restore_dropout()
@@ -319,33 +315,29 @@ class MoQTrainer(Trainer):
                 f"float_first begins the learning rate's schedule anew, but {type(self).__name__}.create_scheduler "
                 "does not call that of MoQTrainer: call super().create_scheduler, or leave it out"
             )
-        if has_begun:
-            phase.go_on()
-            self._take(phase)
-            self._begin_following("the float phase is over:")
-        else:
+        if not has_begun:
             phase.begin(cast(MoQCallback, self.moq).offset(self.state))
             self._take(None)
-        if has_begun and teacher_before != self.teacher_fingerprint:
+            return
+        phase.go_on()
+        self._take(phase)
+        if teacher_before != self.teacher_fingerprint:
             raise MoQError(
                 f"cannot resume: the model in {phase.folder} is not the float model of this run: it was written "
                 "by another one. Put the right one there, or start a new run"
             )
+        self._begin_following("the float phase is over:")
 
     def end_float_phase(self) -> None:
         """Keep the float model and follow it. Called by the `MoQCallback` before the first weight is quantized."""
-        if self._float_phase is not None:
-            # As a checkpoint: with the float weights.
-            self._saving_checkpoint = True
-            try:
-                self._float_phase.end()
-            finally:
-                self._saving_checkpoint = False
-            self._take(self._float_phase)
+        phase = self.float_phase
+        if phase is not None:
+            phase.end()
+            self._take(phase)
             step = self.state.global_step + 1
             self._begin_following(
-                f"step {step:,}: the float phase is over; its model is in {self._float_phase.folder}. From here on "
-                "training is quantized, the learning rate starts anew, and"
+                f"step {step:,}: the float phase is over; its model is in {phase.folder}. From here on training is "
+                "quantized, the learning rate starts anew, and"
             )
 
     def _begin_following(self, text: str) -> None:
@@ -355,8 +347,7 @@ class MoQTrainer(Trainer):
         config = cast(MoQCallback, self.moq).config.distillation
         words = loss_in_words(config)
         if not config.dropout:
-            student = self.accelerator.unwrap_model(self.model)
-            self._dropped += switch_off_dropout(student)
+            self._dropped += switch_off_dropout(self._student)
             words += "; dropout is off" if self._dropped else ""
         if self.is_world_process_zero():
             tqdm.write(f"moq_hf: {text} the loss is {words}")
@@ -365,16 +356,6 @@ class MoQTrainer(Trainer):
         for module, name, share in self._dropped:
             setattr(module, name, share)
         self._dropped.clear()
-
-    @property
-    def is_float_first(self) -> bool:
-        """Whether a float phase is part of its runs."""
-        return self._float_phase is not None
-
-    def log_float_phase(self) -> None:
-        """Log the evaluation of the float model, once. Called by the `MoQCallback` at the end of a step."""
-        if self._float_phase is not None:
-            self._float_phase.log()
 
     def _take(self, phase: FloatPhase | None) -> None:
         """Take the metrics and the teacher of a float phase that is over; None: it is to come."""
@@ -406,7 +387,7 @@ class MoQTrainer(Trainer):
     ) -> Any:
         """As `Trainer.compute_loss`; in training with a teacher, the distillation loss."""
         self._loss_called = True
-        phase = self._float_phase
+        phase = self.float_phase
         # At its first step a float phase finds out whether the model can be its own
         # teacher.
         is_trial = (
@@ -423,7 +404,7 @@ class MoQTrainer(Trainer):
                 model, inputs, return_outputs, num_items_in_batch
             )
         config = self.moq.config.distillation
-        student = self.accelerator.unwrap_model(self.model)
+        student = self._student
         inputs = (
             {**inputs, "output_hidden_states": True} if config.hidden else dict(inputs)
         )
@@ -548,12 +529,7 @@ class MoQTrainer(Trainer):
             str(output_dir if output_dir is not None else self.args.output_dir)
         )
         moq = self._live_moq()
-        options = options_of(
-            self,
-            self.state,
-            self.processing_class,
-            None if moq is None else moq.controller,
-        )
+        options = options_of(self, None if moq is None else moq.controller)
         done = write_result(
             self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
             folder,
@@ -571,7 +547,7 @@ class MoQTrainer(Trainer):
         saved = Path(str(self.args.output_dir))
         moq = self._live_moq()
         folders = []
-        if quant_layers(self.accelerator.unwrap_model(self.model)):
+        if quant_layers(self._student):
             folders.append(saved)
             if moq is not None and moq.delivered is not None:
                 folders.append(moq.delivered.path)
@@ -592,6 +568,4 @@ class MoQTrainer(Trainer):
         if self.moq is not None:
             found = (c for c in callbacks_of(self) if isinstance(c, MoQCallback))
             self.moq = next(found, None)
-        if self.moq is not None:
-            self.moq.trainer = self
         return self.moq

@@ -243,14 +243,14 @@ class FirstOfAll(hf.TrainerCallback):
     """Calls seams from the events of a Trainer, and keeps what they gave."""
 
     def __init__(self) -> None:
-        self.found: list[Any] = []
+        self.found: Any = None
         self.logs: list[list[str]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = seams.calling_trainer(state)
-        self.found += [trainer, seams.calling_trainer(hf.TrainerState())]
-        assert trainer is not None
-        seams.call_first(trainer, self)
+        self.found = seams.calling_trainer(state)
+        with pytest.raises(moq_hf.MoQError, match="none calls it"):
+            seams.calling_trainer(hf.TrainerState())
+        seams.call_first(self.found, self)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
@@ -284,8 +284,9 @@ def leading(tmp_path: Path) -> tuple[hf.Trainer, FirstOfAll, list[Onlooker]]:
 
 def test_calling_trainer(leading: Any) -> None:
     trainer, first, _ = leading
-    assert first.found[0] is trainer and first.found[1] is None
-    assert seams.calling_trainer(trainer.state) is None
+    assert first.found is trainer
+    with pytest.raises(moq_hf.MoQError, match="none calls it"):
+        seams.calling_trainer(trainer.state)
 
 
 def test_call_first(leading: Any) -> None:

@@ -71,16 +71,18 @@ def callbacks_of(trainer: transformers.Trainer) -> list[transformers.TrainerCall
 
 def calling_trainer(
     state: transformers.TrainerState,
-) -> transformers.Trainer | None:
-    """The Trainer that is calling a callback just now; None if none is.
+) -> transformers.Trainer:
+    """The Trainer that is calling a callback just now.
 
     Args:
         state: As the callback got it.
 
+    Raises:
+        MoQError: None is.
+
     Relies on: The Trainer calls its callbacks from its own methods, whose frames have
     it as `self`; a callback is given no other way to it.
-    Breaks: With a stock Trainer, TensorBoard, W&B and trackio would get no bits,
-    notebooks no column, and each trial of a search deliver to the same folder.
+    Breaks: No Trainer could be built with a `MoQCallback`.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -88,7 +90,7 @@ def calling_trainer(
         if isinstance(found, transformers.Trainer) and found.state is state:
             return found
         frame = frame.f_back
-    return None
+    raise MoQError("a MoQCallback is for a transformers.Trainer, and none calls it")
 
 
 def call_first(
@@ -171,13 +173,13 @@ def prepared_inputs(trainer: transformers.Trainer, inputs: Any) -> dict[str, Any
 def checkpoint_folder(trainer: transformers.Trainer) -> Path:
     """Where the Trainer saves the checkpoint of this step; a trial of a search has a folder of its own.
 
-    Relies on: `Trainer._get_output_dir`, `Trainer._trial` while it trains, and
+    Relies on: `Trainer._get_output_dir`, `Trainer._trial` once it trains, and
     `PREFIX_CHECKPOINT_DIR` before the step.
     Breaks: What a full disk left of a checkpoint would stay, and be found at the next
     resume; float models of a search's trials would be written over each other.
     """
     return Path(
-        trainer._get_output_dir(trainer._trial),
+        trainer._get_output_dir(getattr(trainer, "_trial", None)),
         f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}",
     )
 

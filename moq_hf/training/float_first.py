@@ -131,7 +131,6 @@ class FloatPhase:
         self.trainer = trainer
         self.share = share
         self.metrics: Mapping[str, Any] | None = None
-        self._unlogged: Mapping[str, Any] | None = None
         self.outputs_checked = False
 
     def begin(self, step: int) -> None:
@@ -167,7 +166,6 @@ class FloatPhase:
         # Save first, so that an error in the evaluation does not lose the model.
         trainer.save_model(str(self.folder), _internal_call=True)
         metrics = _evaluated(trainer)
-        self._unlogged = metrics or None
         if metrics:
             # The card says that these are of a part of the run. The Trainer has not
             # counted this step yet.
@@ -206,15 +204,14 @@ class FloatPhase:
         )
 
     def log(self) -> None:
-        """Log the evaluation, once it is there."""
-        if self._unlogged is not None:
+        """Log the evaluation at the end of the phase."""
+        if self.metrics is not None:
             figures = {
                 f"float_{name}": value
-                for name, value in self._unlogged.items()
-                if isinstance(value, (int, float))
+                for name, value in self.metrics.items()
+                if isinstance(value, (int, float)) and name != "step"
             }
             self.trainer.log(figures)
-            self._unlogged = None
 
     @property
     def folder(self) -> Path:

@@ -25,16 +25,12 @@ class _Arrived(Exception):
     """A forward pass has come to the layer that is looked at."""
 
 
-def check_possible(trainer: Trainer | None, layers: Collection[QuantLayer]) -> None:
+def check_possible(trainer: Trainer, layers: Collection[QuantLayer]) -> None:
     """Check, before the first step, that layers can be rounded from training examples.
 
     Raises:
-        MoQError: No Trainer runs, weights are kept apart, or none is to be rounded.
+        MoQError: Weights are kept apart, or none is to be rounded.
     """
-    if trainer is None:
-        raise MoQError(
-            "quantize_algo.gptq: needs a Trainer, which has the examples; set it to 0"
-        )
     if trainer.is_deepspeed_enabled or any(is_apart(x.float_weight) for x in layers):
         raise MoQError(
             "quantize_algo.gptq: FSDP2 and DeepSpeed keep the weights that they train elsewhere; set it to 0"

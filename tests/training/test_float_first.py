@@ -536,7 +536,7 @@ def test_each_trial_of_a_search_keeps_its_float_model(tmp_path: Path) -> None:
     trainer.hp_search_backend, trainer.hp_name = HPSearchBackend.OPTUNA, None
     # As `Trainer._hp_search_setup` does.
     trainer._trial = SimpleNamespace(number=3)  # type: ignore[assignment]
-    phase = trainer._float_phase
+    phase = trainer.float_phase
     assert phase is not None and phase.folder == tmp_path / "run-3" / "float"
 
 
