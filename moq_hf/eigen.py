@@ -227,17 +227,17 @@ def _extremes(
     diagonal: Sequence[float], off: Sequence[float], beta: float
 ) -> list[tuple[float, float]]:
     """Find the lowest and the highest Ritz value of a tridiagonal matrix, each with the estimate of its error."""
-    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64, device="cpu"))
-    if off:
-        beside = torch.tensor(off, dtype=torch.float64, device="cpu")
-        matrix += torch.diag(beside, 1) + torch.diag(beside, -1)
+    middle = torch.tensor(diagonal, dtype=torch.float64, device="cpu")
+    below = torch.tensor(off, dtype=torch.float64, device="cpu")
+    # The lower triangle is enough.
+    matrix = torch.diag(middle) + torch.diag(below, -1)
     values, vectors = torch.linalg.eigh(matrix)
     ritz: list[float] = values.tolist()
     residuals: list[float] = (beta * vectors[-1].abs()).tolist()
-    if len(ritz) == 1:
-        return [(ritz[0], residuals[0])] * 2
     extremes = []
     for end, neighbor in ((0, 1), (-1, -2)):
+        # A single value is both ends, and its own neighbor.
+        neighbor %= len(ritz)
         # The neighbor is itself uncertain by its residual.
         gap = abs(ritz[end] - ritz[neighbor]) - residuals[neighbor]
         error = residuals[end] ** 2 / gap if gap > residuals[end] else residuals[end]

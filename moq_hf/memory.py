@@ -67,26 +67,26 @@ def memory_of(controller: MoQController) -> dict[str, int]:
         size = _bytes(layer.float_weight)
         # The head that shares a table multiplies with it.
         (tables if is_table and name not in shared else multiplied).append(size)
-    teacher = controller.config.distillation.teacher
-    parts = {
+    config = controller.config
+    teacher = 0 if config.distillation.teacher is None else weights
+    proof = weights if config.prove else 0
+    optimizer = 2 * gradients
+    quantized = sum(multiplied) + max(tables)
+    evaluation = sum(multiplied) + sum(tables)
+    held = weights + sum(map(_bytes, model.buffers()))
+    at_end = held + optimizer + teacher
+    return {
         # Buffers included.
-        "weights": weights + sum(map(_bytes, model.buffers())),
+        "weights": held,
         "gradients": gradients,
-        "optimizer (two numbers a weight, as AdamW)": 2 * gradients,
-        "quantized weights of a training pass": sum(multiplied) + max(tables),
-        "quantized copy for evaluation": sum(multiplied) + sum(tables),
-        "teacher": 0 if teacher is None else weights,
-        "delivered model, loaded for the proof": weights
-        if controller.config.prove
-        else 0,
+        "optimizer (two numbers a weight, as AdamW)": optimizer,
+        "quantized weights of a training pass": quantized,
+        "quantized copy for evaluation": evaluation,
+        "teacher": teacher,
+        "delivered model, loaded for the proof": proof,
+        "training, without activations": at_end + gradients + quantized,
+        "proof at the end": at_end + evaluation + proof,
     }
-    held, gradients, optimizer, quantized, evaluation, of_teacher, proof = (
-        parts.values()
-    )
-    held += optimizer + of_teacher
-    parts["training, without activations"] = held + gradients + quantized
-    parts["proof at the end"] = held + evaluation + proof
-    return parts
 
 
 def _bytes(tensor: Tensor | nn.Parameter) -> int:
