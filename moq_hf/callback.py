@@ -152,7 +152,6 @@ class MoQCallback(TrainerCallback, ExportableState):
         # A batch of this run, to prove on what it delivers.
         self._kept: dict[str, Any] | None = None
         self._readers_checked = False
-        self._is_watching = False
 
     @property
     def trainer(self) -> Any:
@@ -252,10 +251,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if is_quantized(inventory.model):
             # By an earlier run: until training begins, evaluating it must give what
             # that run delivered.
-            if (
-                self.controller is not None
-                and self.controller.model is not inventory.model
-            ):
+            if getattr(self.controller, "model", None) is not inventory.model:
                 self.controller = None
             return
         # How long the run is will be known when it begins; none of its steps is taken
@@ -723,10 +719,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         # the data in the end.
         self._kept = None
         self._readers_checked = is_compiled
-        # A MoQTrainer hands its batches to `observe`, with what the loss needs and the
-        # model does not see.
-        self._is_watching = controller.sensitivity is not None and self.trainer is None
-        if self._is_watching or (self.config.prove and not is_compiled):
+        is_measured = controller.sensitivity is not None and self.trainer is None
+        if is_measured or (self.config.prove and not is_compiled):
             self._hook = on_training_batch(controller.model, self._take)
 
     def _stop_listening(self) -> None:
@@ -737,10 +731,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Take what went through the model in training: keep the first batch, measure sensitivity on some."""
         if self._kept is None and self.config.prove and self.controller is not None:
             self._kept = kept_batch(inputs, self.controller.model)
-        if self._is_watching:
+        # A MoQTrainer hands its batches to `observe`, with what the loss needs and the
+        # model does not see.
+        if self.trainer is None:
             self.observe(inputs)
-        else:
-            self._stop_listening()
 
 
 def options_of(trainer: Trainer, controller: MoQController | None) -> SaveOptions:

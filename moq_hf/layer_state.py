@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,36 +92,19 @@ def in_forward() -> bool:
     return False
 
 
-class Copy(NamedTuple):
-    """A quantized weight that is kept while a model is evaluated.
-
-    Attributes:
-        values: The quantized weight.
-        key: What it was made of and with: the precision, and the address and version of
-            each tensor.
-        sources: What the key names: as long as these tensors live, no others can have
-            their addresses.
-    """
-
-    values: Tensor
-    key: tuple[Any, ...]
-    sources: tuple[Any, ...]
-
-
 @dataclass(eq=False)
 class LayerState:
     """How a layer is quantized now.
 
     Attributes:
         grid: How the weight is quantized, whatever its bits are.
+        config: The config with which the model was quantized.
         kind: How the weight is laid out as the matrix that is quantized; see `to_rows`.
         bits: Bit width, 1 to 16; 32 is unquantized.
         ratio: Clipping ratio per group, or None for absmax.
         blend: Share of the float weight in the forward pass.
         seed: The random numbers of stochastic rounding. Its step counts optimizer
             steps.
-        kernel: `quantizer_kernel` of the config: false lets only `quantizer` compute.
-        config: The config with which the model was quantized.
         inputs: How a linear layer's inputs are quantized; None leaves them alone.
         name: The layer's name in the quantized model, for messages.
         has_controller: Whether a controller counts the optimizer steps; otherwise each
@@ -138,13 +121,12 @@ class LayerState:
     """
 
     grid: Grid
+    config: MoQConfig = field(repr=False)
     kind: Kind = "linear"
     bits: int = FLOAT_BITS
     ratio: Tensor | None = None
     blend: float = 0.0
     seed: RoundingSeed = field(default_factory=RoundingSeed)
-    kernel: bool | None = None
-    config: MoQConfig | None = field(default=None, repr=False)
     inputs: InputObserver | None = None
     name: str = ""
     has_controller: bool = False
@@ -158,9 +140,10 @@ class LayerState:
         self._begin()
 
     def _begin(self) -> None:
-        # Copies by dtype: what reads a weight under autocast wants another one than
-        # what multiplies with it.
-        self.copies: dict[torch.dtype, Copy] = {}
+        # The quantized weights that evaluation keeps, each with what it was made of, by
+        # dtype: what reads a weight under autocast wants another one than what
+        # multiplies with it.
+        self.copies: dict[torch.dtype, tuple[Tensor, list[Any], list[Any]]] = {}
         # Quantized weights of the pass that is under way, where the backward pass is to
         # compute them again.
         self.made: list[Tensor] | None = None
@@ -261,7 +244,7 @@ class LayerState:
         with torch.no_grad():
             matrix = to_rows(weight.detach(), self.kind)
             fake_quantize: Any = quantizer.fake_quantize_with_scale
-            if self.kernel is not False:
+            if self.config.kernel is not False:
                 fake_quantize = partial(
                     triton_quant.fake_quantize_with_scale,
                     levels=self.levels[weight.device],
@@ -288,15 +271,15 @@ class LayerState:
             weight: The whole float weight.
             dtype: Of the result.
         """
+        # As long as these live, no other tensors can have their addresses.
         sources = [weight.detach(), self.ratio, self.bits, self.blend, self.seed]
         if self.lora:
             sources += self.lora.parts()
-        key = tuple(map(_identity, sources))
-        kept = self.copies.get(dtype)
-        if kept is None or kept.key != key:
+        made_of = list(map(_identity, sources))
+        if dtype not in self.copies or self.copies[dtype][1] != made_of:
             values = self.fake_quantize(self.merged(weight), dtype)
-            kept = self.copies[dtype] = Copy(values, key, tuple(sources))
-        return kept.values
+            self.copies[dtype] = values, made_of, sources
+        return self.copies[dtype][0]
 
 
 def _identity(part: Any) -> Any:

@@ -163,8 +163,6 @@ def agree(number: int, device: torch.device, state: Callable[[], str]) -> None:
     Raises:
         MoQError: The numbers differ.
     """
-    if not is_distributed():
-        return
     extremes = torch.tensor([number, -number], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     high, low = extremes.tolist()
@@ -193,9 +191,7 @@ def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
         return values
     local = torch.tensor(values, dtype=torch.float32, device="cpu")
     finite = local.isfinite()
-    sums = torch.stack(
-        [local.where(finite, torch.zeros_like(local)), finite.float()]
-    ).to(device)
+    sums = torch.stack([local.nan_to_num(0.0, 0.0, 0.0), finite.float()]).to(device)
     dist.all_reduce(sums)
     dist.broadcast(sums, 0)
     total, count = sums.cpu()

@@ -225,10 +225,7 @@ class QuantLayer(QuantModule):
         if not mode:
             return
         state.seed = state.seed._replace(step=state.seed.step + 1)
-        if (
-            state.config is not None
-            and state.seed.step % state.config.scale_refresh == 0
-        ):
+        if state.seed.step % state.config.scale_refresh == 0:
             self.search_ratios()
 
     def extra_repr(self) -> str:

@@ -43,7 +43,7 @@ specification 1.0, its exponent and NVFP4 as compressed-tensors 0.20 has them.
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ def quantize(
     x = _groups(weight, shape)
     noise = uniform(x, seed) if grid.stochastic else None
     scale, offset = _scales(x, bits, grid, ratio)
-    buffer = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    buffer = torch.empty_like(x, dtype=torch.float32)
     codes = _codes(x, bits, grid, scale, offset, noise, buffer)
     if not bool(torch.isfinite(scale).all()):
         raise ValueError(
@@ -178,43 +178,15 @@ def dequantize(
     return (tiles * scale[:, None, :, None]).reshape(codes.shape).to(dtype)
 
 
-def fake_quantize(
-    weight: Tensor,
-    bits: int,
-    grid: Grid = _DEFAULT,
-    *,
-    ratio: Tensor | None = None,
-    seed: RoundingSeed = _FIRST,
-    blend: float = 0.0,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def fake_quantize(weight: Tensor, bits: int, *grid: Grid, **how: Any) -> Tensor:
     """Exactly `dequantize(*quantize(weight, ...))`, in fewer passes over memory and without the codes.
 
-    Nothing is raised for NaN or Inf, so that a GPU need not wait for the host; see
-    `fake_quantize_with_scale`.
-
-    Args:
-        weight: Floating-point `[rows, columns]`, any dtype, device and strides.
-        bits: Bit width, 1 to 16.
-        grid: Which weights share a scale, and how codes are rounded.
-        ratio: Clipping ratios, float32 of the scale's shape, above 0. None is 1
-            everywhere (absmax).
-        seed: The random numbers of stochastic rounding.
-        blend: Share b of the float weight in the result b * w + (1 - b) * Q(w), 0 to 1.
-        dtype: Dtype of the result; None is the weight's.
-
-    Returns:
-        A contiguous tensor of the weight's shape, without a graph.
-
-    Raises:
-        ValueError: Bits, grid or ratio do not fit the weight.
+    Its arguments are those of `fake_quantize_with_scale`, and so is what it raises.
 
     >>> fake_quantize(torch.tensor([[0.5, -1.0, 0.25]]), 2)
     tensor([[ 0.7500, -0.7500,  0.0000]])
     """
-    return fake_quantize_with_scale(
-        weight, bits, grid, ratio=ratio, seed=seed, blend=blend, dtype=dtype
-    )[0]
+    return fake_quantize_with_scale(weight, bits, *grid, **how)[0]
 
 
 def fake_quantize_with_scale(
@@ -227,32 +199,51 @@ def fake_quantize_with_scale(
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`fake_quantize` and the scale that it found, float32 `[groups, 1]`.
+    """Fake-quantize a weight, and tell the scale.
 
-    The scale of a group is not finite exactly if the group holds NaN or Inf, or spans
-    more than float32 can hold: to look at the scales is to look at the weight without a
-    second pass over it.
+    Nothing is raised for NaN or Inf, so that a GPU need not wait for the host. The scale
+    of a group is not finite exactly if the group holds NaN or Inf, or spans more than
+    float32 can hold: to look at the scales is to look at the weight without a second
+    pass over it.
+
+    Args:
+        weight: Floating-point `[rows, columns]`, any dtype, device and strides.
+        bits: Bit width, 1 to 16.
+        grid: Which weights share a scale, and how codes are rounded.
+        ratio: Clipping ratios, float32 of the scale's shape, above 0. None is 1
+            everywhere (absmax).
+        seed: The random numbers of stochastic rounding.
+        blend: Share b of the float weight in the result b * w + (1 - b) * Q(w), 0 to 1.
+        dtype: Dtype of the result; None is the weight's.
+
+    Returns:
+        A contiguous tensor of the weight's shape, without a graph, and the scale,
+        float32 `[groups, 1]`.
+
+    Raises:
+        ValueError: Bits, grid or ratio do not fit the weight.
     """
     x = _groups(weight, check(weight, bits, grid, ratio))
     noise = uniform(x, seed) if grid.stochastic else None
     scale, offset = _scales(x, bits, grid, ratio)
-    out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
+    out = torch.empty_like(x, dtype=dtype or weight.dtype)
+    is_float32 = out.dtype == torch.float32
     blocks: Iterable[slice] = _blocks(x)
-    if out.dtype == torch.float32 and grid.is_uniform(bits) and not grid.is_fp4(bits):
+    if is_float32 and grid.is_uniform(bits) and not grid.is_fp4(bits):
         # A float32 result needs no buffer that should stay in the caches.
         blocks = [slice(None)]
     for rows in blocks:
         part = x[rows]
         values = out[rows]
-        if out.dtype != torch.float32:
-            values = torch.empty(part.shape, dtype=torch.float32, device=x.device)
+        if not is_float32:
+            values = torch.empty_like(part, dtype=torch.float32)
         part_offset, part_noise = (
             None if tensor is None else tensor[rows] for tensor in (offset, noise)
         )
         _on_grid(part, bits, grid, scale[rows], part_offset, part_noise, values)
         if blend:
             values.mul_(1.0 - blend).add_(part.to(torch.float32) * blend)
-        if out.dtype != torch.float32:
+        if not is_float32:
             out[rows] = values
     return out.view(weight.shape), scale
 

@@ -361,7 +361,7 @@ class PrecisionSchedule:
         if config.deadline is None:
             return
         last = self.deadline_step
-        if total_steps is None or last is None:
+        if last is None:
             raise MoQError(
                 'quantize_schedule: the period "auto" and deadline need total_steps, the length of the run'
             )

@@ -249,9 +249,9 @@ class MoQTrainer(Trainer):
         )
 
     @property
-    def _student(self) -> nn.Module:
+    def _student(self) -> Any:
         """The model in training, without what Accelerate puts around it."""
-        return cast(nn.Module, self.accelerator.unwrap_model(self.model))
+        return self.accelerator.unwrap_model(self.model)
 
     def _follow(self, teacher: PreTrainedModel | None) -> None:
         self._teacher = teacher
@@ -395,32 +395,26 @@ class MoQTrainer(Trainer):
             and not phase.outputs_checked
             and self.state.global_step == 0
         )
-        if (
-            self.moq is None
-            or not model.training
-            or (self._teacher is None and not is_trial)
-        ):
+        teacher = self._teacher
+        is_followed = teacher is not None or is_trial
+        if self.moq is None or not model.training or not is_followed:
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch
             )
         config = self.moq.config.distillation
         student = self._student
-        inputs = (
-            {**inputs, "output_hidden_states": True} if config.hidden else dict(inputs)
-        )
-        count = num_items_in_batch if self._teacher is None else self._count_of(inputs)
+        if config.hidden:
+            inputs = {**inputs, "output_hidden_states": True}
+        count = num_items_in_batch if teacher is None else self._count_of(inputs)
         with queries_keys_values(student, config.relations) as ours:
-            if self._teacher is not None and not config.labels:
+            if teacher is not None and not config.labels:
                 # There may be none, nor a loss in the model's output.
                 loss, outputs = None, model(**inputs)
             else:
                 # The Trainer takes the labels out where it computes the loss itself.
                 loss, outputs = super().compute_loss(model, dict(inputs), True, count)
-        teacher = student
-        teacher_outputs = outputs
-        theirs = ours
-        if self._teacher is not None:
-            teacher = self._teacher
+        theirs, teacher_outputs = ours, outputs
+        if teacher is not None:
             # As the student, around whose forward pass Accelerate has put it.
             with (
                 torch.no_grad(),
@@ -429,13 +423,13 @@ class MoQTrainer(Trainer):
             ):
                 teacher_outputs = teacher(**inputs)
         # With labels a forward pass finds out what it is, if the config did not say it.
-        problem = getattr(teacher.config, "problem_type", None)
+        problem = getattr((teacher or student).config, "problem_type", None)
         inputs = {**inputs, "labels": labels_at_logits(student, inputs.get("labels"))}
-        with torch.set_grad_enabled(self._teacher is not None):
+        with torch.set_grad_enabled(teacher is not None):
             parts = loss_parts(
                 loss, outputs, teacher_outputs, inputs, config, problem, (ours, theirs)
             )
-        if self._teacher is not None:
+        if teacher is not None:
             loss = weighted_sum(parts, config)
             # Under DataParallel the task's own has a value for each device.
             values = torch.stack([part.detach().mean() for part in parts.values()])

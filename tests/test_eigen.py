@@ -386,6 +386,6 @@ def test_the_list_may_be_named_and_limited(tiny_bert: Any) -> None:
 
 def test_normalized() -> None:
     nan, inf = math.nan, math.inf
-    assert normalize({"a": -4.0, "b": 2.0, "c": 0.0}) == {"a": 1.0, "b": 0.5, "c": 0.0}
-    assert normalize({"a": -4.0, "b": nan, "c": inf, "d": 1.0}) == {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.25}
+    assert normalize({"a": 4.0, "b": 2.0, "c": 0.0}) == {"a": 1.0, "b": 0.5, "c": 0.0}
+    assert normalize({"a": 4.0, "b": nan, "c": inf, "d": 1.0}) == {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.25}
     assert normalize({"a": nan, "b": inf}) == {"a": 1.0, "b": 1.0} == normalize({"a": 0.0, "b": nan})

@@ -302,7 +302,7 @@ def test_replicas_on_two_devices_do_not_share_levels(monkeypatch: pytest.MonkeyP
         return weight, None
 
     monkeypatch.setattr(triton_quant, "fake_quantize_with_scale", fake_quantize)
-    state = LayerState(Grid(), bits=4)
+    state = LayerState(Grid(), MoQConfig(bits=4), bits=4)
     for place in ("cpu", "meta", "cpu"):
         state.fake_quantize(torch.empty(4, 8, device=place), torch.float32)
     first, second = used.values()

@@ -206,9 +206,7 @@ def _new_state(
     name: str, index: int, grid: Grid, kind: Kind, config: MoQConfig
 ) -> LayerState:
     seed = RoundingSeed(config.seed, index)
-    return LayerState(
-        grid, kind, seed=seed, kernel=config.kernel, config=config, name=name
-    )
+    return LayerState(grid, config, kind, seed=seed, name=name)
 
 
 def restore(layer: QuantLayer) -> None:

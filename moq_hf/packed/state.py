@@ -84,7 +84,6 @@ def state_of(
         "python": platform.python_version(),
     }
     config = next(iter(layers.values())).moq.config
-    assert config is not None
     step = None
     history: list[dict[str, Any]] = []
     choice = None

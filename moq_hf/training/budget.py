@@ -135,15 +135,17 @@ class Chooser:
         # A choice takes the sum of its blocks' sizes plus the rest, divided by the unit.
         self._rest = 0 if file is None else file.of_rest()
         self._unit = sum(self._weights.values()) if file is None else 10**6
-        self._sizes: dict[str, dict[int, int]] = {}
-        for block, layers in blocks.items():
-            self._sizes[block] = {}
-            for bits in self.choices:
-                self._sizes[block][bits] = (
-                    bits * self._weights[block]
-                    if file is None
-                    else sum(file.of_layer(layer, bits) for layer in layers)
-                )
+
+        def size_of(layer: str, bits: int) -> int:
+            return bits * weights[layer] if file is None else file.of_layer(layer, bits)
+
+        self._sizes = {
+            block: {
+                bits: sum(size_of(layer, bits) for layer in layers)
+                for bits in self.choices
+            }
+            for block, layers in blocks.items()
+        }
         if file is not None:
             self._check_file(file)
 

@@ -207,8 +207,9 @@ def complete_checkpoint(
 
 def resumed_state(state: TrainerState) -> Mapping[str, Any] | None:
     """The controller's state in the checkpoint that a run resumes; None at a start, or if it was made without MoQ."""
-    entry = entry_of_moq(callback_states(state))
-    return saved_state(entry) if state.global_step > 0 else None
+    if state.global_step == 0:
+        return None
+    return saved_state(entry_of_moq(callback_states(state)))
 
 
 def state_of_best(state: TrainerState) -> Mapping[str, Any] | None:

@@ -267,12 +267,13 @@ class MoQController:
         share of it that is quantized, and its size now in megabytes; where the config
         blends, also the share of the float weights, of each block and in the mean.
         """
-        scalars = {
-            "moq/bits": round(self.sizes.layer_bits, 4),
-            "moq/mean_bits": round(self.sizes.mean_bits, 4),
-            "moq/quantized_share": round(self.sizes.share, 4),
-            "moq/size_mb": round(self.sizes.mb, 4),
+        sizes = {
+            "moq/bits": self.sizes.layer_bits,
+            "moq/mean_bits": self.sizes.mean_bits,
+            "moq/quantized_share": self.sizes.share,
+            "moq/size_mb": self.sizes.mb,
         }
+        scalars = {name: round(value, 4) for name, value in sizes.items()}
         if self.config.blend.enabled:
             shares = self.schedule.blend
             scalars["moq/blend"] = round(sum(shares.values()) / len(shares), 6)
@@ -346,15 +347,10 @@ class MoQController:
             # Before the offset a changed config may have grouped the layers into other blocks.
             if self.sensitivity is not None and (self.has_begun or not changed):
                 # With other limits the number of examples is found again.
-                asked = (
-                    {"rows": 0}
-                    if any(
-                        key.startswith(("eigenvalue.", "sensitivity."))
-                        for key in changed
-                    )
-                    else {}
-                )
-                self.sensitivity.load_state_dict({**state["sensitivity"], **asked})
+                measured = dict(state["sensitivity"])
+                if any(k.startswith(("eigenvalue.", "sensitivity.")) for k in changed):
+                    measured["rows"] = 0
+                self.sensitivity.load_state_dict(measured)
             self.refresh()
             return changed
 

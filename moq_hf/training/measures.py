@@ -196,10 +196,8 @@ class Divergence(_Measure):
                             rows * reference()
                             for rows, reference in zip(counts, references, strict=True)
                         ]
-                    moved = sum(sums) / sum(counts)
-                    # A divergence below 0 is rounding.
-                    cost = max(0.0, moved) if math.isfinite(moved) else moved
-                    costs[block][bits] = cost
+                    # A divergence below 0 is rounding. In this order NaN stays NaN.
+                    costs[block][bits] = max(sum(sums) / sum(counts), 0.0)
         for name, own in costs.items():
             means = mean_over_ranks([*own.values()], self.device)
             costs[name] = dict(zip(own, means, strict=True))

@@ -28,17 +28,16 @@ MIN_ROWS = 8
 HALF_PRECISION = 4.0
 
 
-def normalize(eigenvalues: Mapping[str, float]) -> dict[str, float]:
-    """Divide magnitudes by the largest finite one, to 0 to 1; one that is not finite gives 1, as do all if none is.
+def normalize(scores: Mapping[str, float]) -> dict[str, float]:
+    """Divide scores by the largest finite one, to 0 to 1; one that is not finite gives 1, as do all if none is.
 
-    >>> normalize({"a": -4.0, "b": 1.0, "c": math.nan})
+    >>> normalize({"a": 4.0, "b": 1.0, "c": math.nan})
     {'a': 1.0, 'b': 0.25, 'c': 1.0}
     """
-    sizes = {name: abs(value) for name, value in eigenvalues.items()}
-    largest = max(filter(math.isfinite, sizes.values()), default=0.0)
+    largest = max(filter(math.isfinite, scores.values()), default=0.0)
     return {
-        name: size / largest if largest and math.isfinite(size) else 1.0
-        for name, size in sizes.items()
+        name: score / largest if largest and math.isfinite(score) else 1.0
+        for name, score in scores.items()
     }
 
 
