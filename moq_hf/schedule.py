@@ -374,7 +374,7 @@ class PrecisionSchedule:
         needed = offset + drops + fade
         longer = math.ceil(needed / Fraction(str(config.deadline)))
         fits = f"a run of {longer} steps"
-        if drops and self._room > 0:
+        if drops and self._room >= 0:
             fits = f"start_bits {self._target(longest) + self._room}, or {fits}"
         blend = f" and the {fade} steps of the last blend" if fade else ""
         raise MoQError(
