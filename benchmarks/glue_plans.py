@@ -255,7 +255,7 @@ PLANS = {
         seeds=(1, 2, 3, 4),
     ),
     # Page one's: the first two seeds are those of the plan "gpu".
-    "float32": Plan(AS_IT_IS, seeds=(3, 4, 5)),
+    "float32": Plan((*AS_IT_IS, replace(LONG, dropout=False)), seeds=(3, 4, 5)),
     "gptq": Plan((replace(taught(2, FROM_GPTQ), dropout=False),), ("sst2", "cola"), (1, 2, 3, 4)),
     "gpu rates": Plan(
         tuple(replace(LONG, learning_rate=rate, dropout=False) for rate in (1e-4, 5e-5, 2e-4)),

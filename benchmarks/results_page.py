@@ -88,6 +88,12 @@ def points(name: str, bits: int, tasks: Iterable[str] = ALL) -> dict[int, float]
     return {seed: score - reference[seed] for seed, score in runs(tasks, ways, bits).items()}
 
 
+def float_without_dropout(tasks: Iterable[str] = ALL) -> dict[int, float]:
+    """By seed, in points against float of as many steps with dropout."""
+    reference = as_it_is(tasks, LONG)
+    return {seed: score - reference[seed] for seed, score in as_it_is(tasks, LONG._replace(dropout=False)).items()}
+
+
 def cells_of(lines: Iterable[str]) -> list[list[Any]]:
     """The cells of a Markdown table, without the line below its head."""
     rows = [[cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")] for line in lines]
