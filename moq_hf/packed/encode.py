@@ -526,7 +526,7 @@ class Patterns:
             found = [group for group in targets if _matches(name, targets[group])]
             if _matches(name, ignore):
                 found = []
-            if found != [group for group in groups if name in groups[group]]:
+            if found != ([owners[name]] if name in owners else []):
                 names = {group: list(members) for group, members in groups.items()}
                 return names, list(ungrouped)
         return targets, ignore
