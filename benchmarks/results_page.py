@@ -233,7 +233,7 @@ CHANGES = {
         Change("no teacher", at(taught(", no teacher"), 2), TWO),
         Change("no dropout beside the teacher", at(without_dropout(MOQ_HF), 2), TWO, in_float32(MOQ_HF)),
         Change("none in the float phase either", at(in_float32(NO_DROPOUT), 2), TWO, without_dropout(MOQ_HF)),
-        Change("a start from GPTQ's rounding", at(from_gptq(), 2), TWO, without_dropout(MOQ_HF)),
+        Change("a start from GPTQ's rounding, both without dropout", at(from_gptq(), 2), TWO, without_dropout(MOQ_HF)),
         Change("a constant learning rate in the float phase", at(taught(" at a constant rate"), 2), TWO),
         Change("half of the learning rate at 2 bits", at(taught(rates={"sst2": 1e-4}), 2), ONE),
         Change("half of the steps", at(taught(", half the steps", times=0.5), 2), TWO),

@@ -43,7 +43,7 @@ specification 1.0, its exponent and NVFP4 as compressed-tensors 0.20 has them.
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,7 +178,16 @@ def dequantize(
     return (tiles * scale[:, None, :, None]).reshape(codes.shape).to(dtype)
 
 
-def fake_quantize(weight: Tensor, bits: int, *grid: Grid, **how: Any) -> Tensor:
+def fake_quantize(
+    weight: Tensor,
+    bits: int,
+    grid: Grid = _DEFAULT,
+    *,
+    ratio: Tensor | None = None,
+    seed: RoundingSeed = _FIRST,
+    blend: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Exactly `dequantize(*quantize(weight, ...))`, in fewer passes over memory and without the codes.
 
     Its arguments are those of `fake_quantize_with_scale`, and so is what it raises.
@@ -186,7 +195,9 @@ def fake_quantize(weight: Tensor, bits: int, *grid: Grid, **how: Any) -> Tensor:
     >>> fake_quantize(torch.tensor([[0.5, -1.0, 0.25]]), 2)
     tensor([[ 0.7500, -0.7500,  0.0000]])
     """
-    return fake_quantize_with_scale(weight, bits, *grid, **how)[0]
+    return fake_quantize_with_scale(
+        weight, bits, grid, ratio=ratio, seed=seed, blend=blend, dtype=dtype
+    )[0]
 
 
 def fake_quantize_with_scale(

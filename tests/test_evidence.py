@@ -123,7 +123,7 @@ def test_what_is_said_of_dropout() -> None:
     ]
     told = "of as many steps changes by {} (five seeds), and against that float moq_hf ends at {}, {} and {} at 4, 3"
     assert told.format(changed, *ends) in results_text("recipes")
-    told = "without it float changes by {}, and against that moq_hf ends at {}, {} and {}."
+    told = "without it float changes by {}, and moq_hf ends at {}, {} and {} against that."
     assert told.format(changed, *ends) in readme()
     dry, now = (
         report_study.average(results_page.TWO, ways, 2)
