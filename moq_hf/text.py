@@ -57,6 +57,15 @@ def markdown_table(rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
+def counted(number: int, what: str) -> str:
+    """A number, and what there are so many of.
+
+    >>> counted(1, "block"), counted(3, "block")
+    ('1 block', '3 blocks')
+    """
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def megabytes(count: int) -> str:
     """A number of bytes in megabytes of 10^6, with three digits at least.
 

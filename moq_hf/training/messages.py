@@ -14,6 +14,7 @@ from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize
 from ..model.sizes import ModelSizes
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from ..text import counted
 from .distillation import PARTS, TASK
 from .resume import describe
 
@@ -38,19 +39,20 @@ def summary(
         left.setdefault("left in full precision", []).append("PEFT's adapters")
     convolutions = sum(map(is_convolution, inventory.layers.values()))
     counts = {
-        "linear layers": len(inventory.layers) - convolutions,
-        "convolution" if convolutions == 1 else "convolutions": convolutions,
-        "parameters of experts": len(inventory.experts),
+        "linear layer": len(inventory.layers) - convolutions,
+        "convolution": convolutions,
+        "expert parameter": len(inventory.experts),
     }
-    what = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    what = " and ".join(counted(n, kind) for kind, n in counts.items() if n)
+    go = "goes" if sum(counts.values()) == 1 else "go"
     parts = [
-        f"{what} in {blocks} blocks go {'from' if config.falls else 'to'} {config.span_in_words}"
+        f"{what} in {counted(blocks, 'block')} {go} {'from' if config.falls else 'to'} {config.span_in_words}"
     ]
     if convolutions and config.has_row_groups:
         parts.append("convolutions have one scale per channel")
     if inventory.embeddings:
         parts.append(
-            f"{len(inventory.embeddings)} embedding tables to {inventory.table_bits} bits"
+            f"{counted(len(inventory.embeddings), 'embedding table')} to {inventory.table_bits} bits"
         )
     if inventory.tables_stay is not None:
         parts.append(f"embedding tables stay in float: {inventory.tables_stay}")

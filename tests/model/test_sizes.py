@@ -79,7 +79,7 @@ def test_experts_count() -> None:
     for _ in range(3):
         controller.step()
     assert controller.has_arrived and controller.sizes.mean_bits == pytest.approx(32 - 28 * share, rel=1e-12)
-    assert "8 linear layers and 4 parameters of experts in 2 blocks" in controller.summary()
+    assert "8 linear layers and 4 expert parameters in 2 blocks" in controller.summary()
 
 
 def test_a_bert_with_a_large_vocabulary_is_told_of_its_tables(tiny_bert: hf.BertForSequenceClassification) -> None:

@@ -190,7 +190,7 @@ def test_what_a_stock_trainer_evaluated_is_delivered_and_a_resumed_run_ends_the_
     }
     trainer = run(tmp_path / "one", MoQCallback(config), 8)
     trainer.train()
-    assert "8 linear layers and 4 parameters of experts in 2 blocks" in capsys.readouterr().out
+    assert "8 linear layers and 4 expert parameters in 2 blocks" in capsys.readouterr().out
     assert "only" not in caplog.text
     model: Any = trainer.model
     assert quant_layers(model)[PARAMETER].moq.bits == 3
