@@ -187,10 +187,16 @@ def budget(measure: str) -> dict[str, Any]:
     return {**TAUGHT["moq"], "quantize_bits": bits, "sensitivity": {"measure": measure}}
 
 
-# Float first without dropout in the float phase either.
-NO_DROPOUT = taught(
-    2, "per channel, full", name="basic QAT, float first, no dropout at all", dropout=False, warm_dropout=False
-)
+def without(part: str, name: str) -> Arm:
+    """Float first without a part of the loss, nor dropout in the quantized half."""
+    moq = {"distillation": {"teacher": OWN, "labels": 1.0, part: 0.0}}
+    return taught(2, "per channel, full", name=f"basic QAT, float first, {name}", dropout=False, moq=moq)
+
+
+def no_dropout(bits: int, groups: str = "per channel, full") -> Arm:
+    """Float first without dropout in the float phase either."""
+    arm = taught(bits, groups, name="basic QAT, float first, no dropout at all", dropout=False)
+    return replace(arm, warm_dropout=False)
 
 
 # Float of as many steps, also rounded, and float first as it is since dropout beside the teacher is off.
@@ -249,14 +255,25 @@ PLANS = {
                 for arm in (finished(2), taught(2, "per channel, full"))
                 for kept in (False, True)
             ),
-            NO_DROPOUT,
+            no_dropout(2),
             replace(LONG, dropout=False),
         ),
         seeds=(1, 2, 3, 4),
     ),
     # Page one's: the first two seeds are those of the plan "gpu".
-    "float32": Plan((*AS_IT_IS, replace(LONG, dropout=False)), seeds=(3, 4, 5)),
-    "gptq": Plan((replace(taught(2, FROM_GPTQ), dropout=False),), ("sst2", "cola"), (1, 2, 3, 4)),
+    "float32": Plan((*AS_IT_IS, replace(LONG, dropout=False), no_dropout(2)), seeds=(3, 4, 5)),
+    "no dropout at 4 bits": Plan((no_dropout(4),), ("cola",)),
+    # Without dropout in the quantized half: where it starts, its groups, and what of the teacher counts.
+    "variants": Plan(
+        (
+            replace(taught(2, FROM_GPTQ), dropout=False),
+            no_dropout(2, "groups of 32, full"),
+            taught(2, "per channel, full", name="basic QAT, float first, no teacher", moq={}, dropout=False),
+            without("hidden", "0 times the hidden states"),
+        ),
+        ("sst2", "cola"),
+        (1, 2, 3, 4),
+    ),
     "gpu rates": Plan(
         tuple(replace(LONG, learning_rate=rate, dropout=False) for rate in (1e-4, 5e-5, 2e-4)),
         seeds=(1,),
@@ -278,14 +295,8 @@ PLANS = {
     "gpu variants": Plan(
         (
             taught(2, "per channel, full"),
-            NO_DROPOUT,
-            taught(
-                2,
-                "per channel, full",
-                name="basic QAT, float first, no labels",
-                dropout=False,
-                moq={"distillation": {"teacher": OWN, "labels": 0.0}},
-            ),
+            no_dropout(2),
+            without("labels", "no labels"),
             *(taught(2, "per channel, full", dropout=False, learning_rate=rate) for rate in (4e-4, 2e-4, 1e-4)),
         ),
         bf16=True,

@@ -48,7 +48,7 @@ MOQ_HF = Ways("basic QAT, float first")
 # That model as start and teacher: half as many steps again.
 FINISHED = Ways("basic QAT from a finished float model", rates=LONG_RATES)
 FINISHED_32 = FINISHED._replace(groups="groups of 32, full")
-NO_DROPOUT = Ways(glue_plans.NO_DROPOUT.name, dropout=False)
+NO_DROPOUT = Ways(glue_plans.no_dropout(2).name, dropout=False)
 MIDDLE = Ways(glue_plans.MIDDLE, times=2, rates=LONG_RATES)
 ROUNDED = LONG._replace(arm="after training", groups="per channel, full")
 ROUNDED_32 = ROUNDED._replace(groups="groups of 32, full")
@@ -198,9 +198,9 @@ def without_dropout(ways: Ways) -> Ways:
     return in_float32(ways)._replace(dropout=False)
 
 
-def from_gptq() -> Ways:
-    """The recipe, whose quantized half starts from what GPTQ makes of the float model."""
-    return without_dropout(taught(groups=glue_plans.FROM_GPTQ))
+NO_DROPOUT_32 = in_float32(NO_DROPOUT)._replace(groups="groups of 32, full")
+# As moq_hf trains now: without dropout beside the teacher.
+NOW = without_dropout(MOQ_HF)
 
 
 def same(name: str) -> Ways:
@@ -230,15 +230,19 @@ CHANGES = {
         Change("narrow ranges: ternary", at(taught(groups="per channel"), 2)),
         Change("groups of 64", at(taught(groups="groups of 64, full"), 2), TWO),
         Change("asymmetric", at(taught(groups="per channel, asymmetric"), 2), TWO),
-        Change("no teacher", at(taught(", no teacher"), 2), TWO),
-        Change("no dropout beside the teacher", at(without_dropout(MOQ_HF), 2), TWO, in_float32(MOQ_HF)),
-        Change("none in the float phase either", at(in_float32(NO_DROPOUT), 2), TWO, without_dropout(MOQ_HF)),
-        Change("a start from GPTQ's rounding, both without dropout", at(from_gptq(), 2), TWO, without_dropout(MOQ_HF)),
+        Change("no dropout beside the teacher", at(NOW, 2), TWO, in_float32(MOQ_HF)),
         Change("a constant learning rate in the float phase", at(taught(" at a constant rate"), 2), TWO),
         Change("half of the learning rate at 2 bits", at(taught(rates={"sst2": 1e-4}), 2), ONE),
         Change("half of the steps", at(taught(", half the steps", times=0.5), 2), TWO),
         Change("twice the steps", at(taught(", twice the steps", times=2), 2), ONE),
         Change("one run, quantized from its middle on, no teacher", at(MIDDLE, 2)),
+    ),
+    "the recipe without dropout beside the teacher": (
+        Change("none in the float phase either", at(in_float32(NO_DROPOUT), 2), against=NOW),
+        Change("the same in groups of 32, against per channel", at(NO_DROPOUT_32, 2), TWO, in_float32(NO_DROPOUT)),
+        Change("a start from GPTQ's rounding", at(NOW._replace(groups=glue_plans.FROM_GPTQ), 2), TWO, NOW),
+        Change("no teacher", at(without_dropout(taught(", no teacher")), 2), TWO, NOW),
+        Change("no hidden states", at(without_dropout(taught(", 0 times the hidden states")), 2), TWO, NOW),
     ),
     "a finished float model, rounded in groups of 32": (
         Change("half as many steps, with it as teacher", at(FINISHED_32, 3), against=ROUNDED_32),
