@@ -262,7 +262,7 @@ PLANS = {
     ),
     # Page one's: the first two seeds are those of the plan "gpu".
     "float32": Plan((*AS_IT_IS, replace(LONG, dropout=False), no_dropout(2)), seeds=(3, 4, 5)),
-    "no dropout at 4 bits": Plan((no_dropout(4),), ("cola",)),
+    "no dropout": Plan((no_dropout(4), no_dropout(3)), ("sst2", "cola")),
     # Without dropout in the quantized half: where it starts, its groups, and what of the teacher counts.
     "variants": Plan(
         (

@@ -232,7 +232,6 @@ CHANGES = {
         Change("asymmetric", at(taught(groups="per channel, asymmetric"), 2), TWO),
         Change("no dropout beside the teacher", at(NOW, 2), TWO, in_float32(MOQ_HF)),
         Change("a constant learning rate in the float phase", at(taught(" at a constant rate"), 2), TWO),
-        Change("half of the learning rate at 2 bits", at(taught(rates={"sst2": 1e-4}), 2), ONE),
         Change("half of the steps", at(taught(", half the steps", times=0.5), 2), TWO),
         Change("twice the steps", at(taught(", twice the steps", times=2), 2), ONE),
         Change("one run, quantized from its middle on, no teacher", at(MIDDLE, 2)),
@@ -250,7 +249,6 @@ CHANGES = {
     ),
     "half as many steps from a finished float model, which is the teacher": (
         Change("groups of 32", at(FINISHED_32, 2), against=FINISHED),
-        Change("no dropout", at(without_dropout(FINISHED), 2), TWO, in_float32(FINISHED)),
         Change("relations of queries, keys and values too", at(same("with relations"), 2), against=FINISHED),
         Change("hardened: blended in over the first half", at(same("hardened over the first half"), 2), TWO, FINISHED),
         Change("learned steps (LSQ)", at(same("learned steps"), 2), TWO, FINISHED),
