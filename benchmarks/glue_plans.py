@@ -164,6 +164,11 @@ def taught(bits: int, groups: str, start: int = 0, deadline: float = 0.3, **more
     return ramp(start or bits, bits, deadline, name, options.pop("moq"), **options)
 
 
+def all_steps(bits: int) -> Arm:
+    """Basic QAT for as many steps as float first takes."""
+    return qat(bits, "basic QAT, all steps", times=2, groups="per channel, full")
+
+
 def finished(bits: int, groups: str = "per channel, full") -> Arm:
     """From a float model of the learning rates of `LONG_RATES`, which is the teacher, at these."""
     moq = {"distillation": {"teacher": LONG_OWN, "labels": 1.0}}
@@ -203,6 +208,9 @@ def no_dropout(bits: int, groups: str = "per channel, full") -> Arm:
 ROUNDED = replace(LONG, after=(4, 3, 2), after_groups=LOW_GRIDS[1:])
 AS_IT_IS = (ROUNDED, *(replace(taught(bits, "per channel, full"), dropout=False) for bits in (2, 4, 3)))
 
+# Float first at the learning rate of float in both halves.
+SLOWER = replace(finished(2), name=no_dropout(2).name, warm_times=1, dropout=False, warm_dropout=False)
+
 PLANS = {
     # Float first, at equal total steps: grids, schedules, and what there is without a float phase.
     "recipes": Plan(
@@ -211,14 +219,14 @@ PLANS = {
             taught(2, "per channel, full"),
             taught(2, "per channel, full", 4, name="MoQ 4 by 0.3, float first"),
             taught(2, "per channel"),
-            qat(2, "basic QAT, all steps", times=2, groups="per channel, full"),
+            all_steps(2),
             *(
                 arm
                 for bits in (3, 4)
                 for arm in (
                     taught(bits, "per channel, full"),
                     taught(bits, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
-                    qat(bits, "basic QAT, all steps", times=2, groups="per channel, full"),
+                    all_steps(bits),
                 )
             ),
         ),
@@ -263,6 +271,8 @@ PLANS = {
     # Page one's: the first two seeds are those of the plan "gpu".
     "float32": Plan((*AS_IT_IS, replace(LONG, dropout=False), no_dropout(2)), seeds=(3, 4, 5)),
     "no dropout": Plan((no_dropout(4), no_dropout(3)), ("sst2", "cola")),
+    "basic": Plan((replace(all_steps(2), dropout=False),), seeds=(3, 4, 5)),
+    "mrpc rates": Plan((SLOWER, replace(no_dropout(2), learning_rate=1e-4)), ("mrpc",), (1,)),
     # Without dropout in the quantized half: where it starts, its groups, and what of the teacher counts.
     "variants": Plan(
         (
@@ -285,7 +295,7 @@ PLANS = {
             *AS_IT_IS,
             *(shared(bits, 0.75) for bits in (2, 3, 4)),
             replace(LONG, dropout=False),
-            *(qat(bits, "basic QAT, all steps", times=2, groups="per channel, full") for bits in (2, 3, 4)),
+            *(all_steps(bits) for bits in (2, 3, 4)),
             replace(finished(2), dropout=False),
         ),
         bf16=True,

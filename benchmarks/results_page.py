@@ -72,12 +72,18 @@ def as_it_is(tasks: Iterable[str], ways: Ways, bits: int = 32) -> dict[int, floa
     }
 
 
-# What is compared at equal steps: where its runs are, which has their float model too, and how they trained.
-RECIPES: dict[str, tuple[Callable[..., dict[int, float]], Ways]] = {
-    "rounding": (as_it_is, ROUNDED),
-    "rounding, groups of 32": (as_it_is, ROUNDED_32),
-    "basic QAT": (average, BASIC),
-    "moq_hf": (as_it_is, MOQ_HF._replace(dropout=False)),
+def at(ways: Ways, *bits: int) -> dict[int, Ways]:
+    """The same ways at each of the bits."""
+    return dict.fromkeys(bits, ways)
+
+
+# What is compared at equal steps: where its runs are, which has their float model too, and how they trained. What
+# moq_hf does by default is to train without dropout at 2 bits, and beside the teacher at more.
+RECIPES: dict[str, tuple[Callable[..., dict[int, float]], dict[int, Ways]]] = {
+    "rounding": (as_it_is, at(ROUNDED, *BITS)),
+    "rounding, groups of 32": (as_it_is, at(ROUNDED_32, *BITS)),
+    "basic QAT": (average, at(BASIC, *BITS)),
+    "moq_hf": (as_it_is, {**at(MOQ_HF._replace(dropout=False), 4, 3), 2: NO_DROPOUT}),
 }
 
 
@@ -85,7 +91,7 @@ def points(name: str, bits: int, tasks: Iterable[str] = ALL) -> dict[int, float]
     """By seed, against a float model of as many steps, trained on the same machine."""
     runs, ways = RECIPES[name]
     reference = runs(tasks, LONG)
-    return {seed: score - reference[seed] for seed, score in runs(tasks, ways, bits).items()}
+    return {seed: score - reference[seed] for seed, score in runs(tasks, ways[bits], bits).items()}
 
 
 def float_without_dropout(tasks: Iterable[str] = ALL) -> dict[int, float]:
@@ -171,11 +177,6 @@ class Change(NamedTuple):
     arms: Mapping[int, Ways]
     tasks: tuple[str, ...] = ALL
     against: Ways = MOQ_HF
-
-
-def at(ways: Ways, *bits: int) -> dict[int, Ways]:
-    """One arm at several bits."""
-    return dict.fromkeys(bits, ways)
 
 
 def taught(name: str = "", groups: str = "per channel, full", **more: Any) -> Ways:
@@ -325,7 +326,7 @@ ON_A_GPU = {
     "1e-4 in the quantized half": quantized_at(1e-4),
     "2e-4 there": quantized_at(2e-4),
     "4e-4 there": quantized_at(4e-4),
-    "no dropout in float either": NO_DROPOUT,
+    "no dropout in float either, the default": NO_DROPOUT,
     "no labels": taught(", no labels", dropout=False),
     "three quarters in float": taught(", 0.75 of the steps in float", times=0.5, dropout=False),
     "from the float model": FINISHED._replace(dropout=False),

@@ -215,9 +215,12 @@ class DistillationConfig:
     # Logits, hidden, labels and dropout as docs/results/recipes.md has them.
     labels: Annotated[Weight, key("weight of the task's own loss")] = 1.0
     dropout: Annotated[
-        Flag,
-        key("whether the model trains with dropout, as it would without a teacher"),
-    ] = False
+        Flag | None,
+        key(
+            "train with dropout in the float phase of `float_first` and beside a teacher; null: in the former alone, "
+            "and for 2 bits or 1 in neither"
+        ),
+    ] = None
 
 
 @checked
@@ -572,6 +575,16 @@ class ConfigFields:
     def targets(self) -> tuple[int, ...]:
         """The bits that a block may end with, ascending: one number without a budget."""
         return (self.bits,) if isinstance(self.bits, int) else self.bits.choices
+
+    @property
+    def float_dropout(self) -> bool:
+        """Whether the float phase of `float_first` has dropout; its default is from docs/results/recipes.md.
+
+        >>> ConfigFields(bits=3).float_dropout, ConfigFields(bits=2).float_dropout
+        (True, False)
+        """
+        given = self.distillation.dropout
+        return self.targets[-1] > 2 if given is None else given
 
     @property
     def target_in_words(self) -> str:

