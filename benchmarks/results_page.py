@@ -326,7 +326,7 @@ ON_A_GPU = {
     "1e-4 in the quantized half": quantized_at(1e-4),
     "2e-4 there": quantized_at(2e-4),
     "4e-4 there": quantized_at(4e-4),
-    "no dropout in float either, the default": NO_DROPOUT,
+    "no dropout in float either, the default at 2 bits": NO_DROPOUT,
     "no labels": taught(", no labels", dropout=False),
     "three quarters in float": taught(", 0.75 of the steps in float", times=0.5, dropout=False),
     "from the float model": FINISHED._replace(dropout=False),

@@ -217,8 +217,8 @@ class DistillationConfig:
     dropout: Annotated[
         Flag | None,
         key(
-            "train with dropout in the float phase of `float_first` and beside a teacher; null: in the former alone, "
-            "and for 2 bits or 1 in neither"
+            "train with dropout in the float phase of `float_first` and beside a teacher; null: in the float phase "
+            "alone, and only where the target, or the largest choice of a budget, is above 2 bits"
         ),
     ] = None
 

@@ -79,9 +79,10 @@ class MoQTrainer(Trainer):
             True is half of them. The float model is then evaluated, saved in the folder
             `float` of the output folder, and is start and teacher of what follows: the
             schedule of `moq_config` in the rest of the steps, with the learning rate's
-            schedule and the optimizer's state begun anew. For 2 bits neither phase has
-            dropout, for more the float one, unless `distillation.dropout` says
-            otherwise. The config's `schedule_offset` is not read.
+            schedule and the optimizer's state begun anew. Above 2 bits only the float
+            phase has dropout, at 2 bits and 1 neither has it, unless
+            `distillation.dropout` says otherwise. The config's `schedule_offset` is not
+            read.
         **kwargs: What `Trainer` takes.
 
     Raises:

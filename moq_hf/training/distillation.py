@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..config import MoQConfig
 from ..config_fields import DistillationConfig
 from ..errors import MoQError, one_line
 from ..model.convert import dequantize_model, is_quantized
@@ -183,7 +184,7 @@ class MoQDistillation(nn.Module):
             `embedding` are 1.
 
     Raises:
-        MoQConfigError: A weight is none, or `dropout` is no bool.
+        MoQConfigError: A weight is none, all of them are 0, or `dropout` is no bool.
         MoQError: There is no teacher, and the model is quantized already; or the teacher
             has another vocabulary, or does not fit what is compared.
 
@@ -205,8 +206,10 @@ class MoQDistillation(nn.Module):
                 "distillation: the model is quantized already: give a float teacher"
             )
         weights = weights or {"similarity": 1.0, "embedding": 1.0}
-        given: dict[str, Any] = dict.fromkeys(PARTS, 0.0) | weights
-        self.config = DistillationConfig(**given, dropout=dropout)
+        given = {**dict.fromkeys(PARTS, 0.0), **weights, "dropout": dropout}
+        # The bits are of no account: a config is checked as a whole.
+        config = {"quantize_bits": {"target_bits": 8}, "distillation": given}
+        self.config = MoQConfig.from_dict(config).distillation
         if teacher is not None:
             _check_teacher(model, teacher, self.config, ("vocab_size",))
         self.model = model

@@ -16,7 +16,16 @@ from datasets import Dataset
 from huggingface_hub import ModelCard
 from sentences import SMALL, TEXTS, body, encoder
 
-from moq_hf import MoQCallback, MoQDistillation, MoQError, MoQTrainer, quantize_model, save_quantized, verify_quantized
+from moq_hf import (
+    MoQCallback,
+    MoQConfigError,
+    MoQDistillation,
+    MoQError,
+    MoQTrainer,
+    quantize_model,
+    save_quantized,
+    verify_quantized,
+)
 from moq_hf.export.onnx import export_onnx
 from moq_hf.model.convert import quant_layers
 
@@ -224,6 +233,20 @@ def test_an_encoder_trains_without_dropout_and_its_files_keep_it(kept: bool, tmp
     assert shares == ({0.1, 0.25} if kept else {0.0})
     config = json.loads((tmp_path / "run" / "quantized" / "2_Dropout" / "config.json").read_text())
     assert config["dropout"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"embedding": -1.0}, "distillation.embedding: -1.0 is not legal; it must be a number from 0"),
+        ({"dropout": "x"}, 'distillation.dropout: "x" is not legal; it must be true or false'),
+        ({"embeddings": 1.0}, "distillation.embeddings: unknown key"),
+        ({"hidden": 0.0}, "are all 0, so a teacher would teach nothing"),
+    ],
+)
+def test_wrong_weights_are_one_error(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(MoQConfigError, match=text):
+        MoQDistillation(torch.nn.Linear(4, 2), **given)
 
 
 @noisy
