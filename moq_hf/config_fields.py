@@ -217,8 +217,8 @@ class DistillationConfig:
     dropout: Annotated[
         Flag | None,
         key(
-            "train with dropout in the float phase of `float_first` and beside a teacher; null: in the float phase "
-            "alone, and only where the target, or the largest choice of a budget, is above 2 bits"
+            "train with dropout in a float phase and beside a teacher; null: in the float phase alone, and only if the "
+            "target, or a budget's largest choice, is above 2 bits"
         ),
     ] = None
 
