@@ -21,6 +21,7 @@ LATER: dict[str, Any] = {
 LONG_RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 1e-4}
 MIDDLE = "basic QAT from the middle of a run, no teacher"
 OWN, LONG_OWN = -1.0, -2.0  # Stand for the task's of `RATES` and of `LONG_RATES`.
+FULL = "per channel, full"
 TABLES = "per channel, full, tables at 8 bits"
 FROM_GPTQ = "per channel, full, from GPTQ's rounding"
 GROUPS: dict[str, dict[str, Any]] = {
@@ -28,7 +29,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "per channel": {"quantize_groups": "per_channel", "quantize_algo": {"range": "narrow"}},
     "groups of 64": {"quantize_group_size": 64, "quantize_algo": {"range": "narrow"}},
     "groups of 32": {"quantize_group_size": 32, "quantize_algo": {"range": "narrow"}},
-    "per channel, full": {"quantize_groups": "per_channel", "quantize_algo": {"range": "full"}},
+    FULL: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full"}},
     FROM_GPTQ: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full", "gptq": 256}},
     TABLES: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full"}, "quantize_embeddings": "auto"},
     "groups of 64, full": {"quantize_group_size": 64, "quantize_algo": {"range": "full"}},
@@ -152,12 +153,12 @@ TAUGHT: dict[str, Any] = {"moq": {"distillation": {"teacher": OWN, "labels": 1.0
 
 
 # Of the plans in bfloat16: a float run also tells what its model is worth when quantized to these.
-LOW_GRIDS = ("per channel", "per channel, full", "groups of 32, full")
+LOW_GRIDS = ("per channel", FULL, "groups of 32, full")
 MORE_GRIDS = ("groups of 128, full", "groups of 64, full", "groups of 128, absmax", "groups of 32, absmax")
 LOW_FLOAT = replace(FLOAT, after=(4, 3, 2), after_groups=LOW_GRIDS)
 
 
-def taught(bits: int, groups: str, start: int = 0, deadline: float = 0.3, **more: Any) -> Arm:
+def taught(bits: int, groups: str = FULL, start: int = 0, deadline: float = 0.3, **more: Any) -> Arm:
     """Float first: the float model of the seed is start and teacher; `start` bits fall to `bits` by `deadline`."""
     options = {"moq": TAUGHT["moq"], "warm": OWN, "groups": groups, **more}
     name = options.pop("name", "basic QAT, float first")
@@ -166,10 +167,10 @@ def taught(bits: int, groups: str, start: int = 0, deadline: float = 0.3, **more
 
 def all_steps(bits: int) -> Arm:
     """Basic QAT for as many steps as float first takes."""
-    return qat(bits, "basic QAT, all steps", times=2, groups="per channel, full")
+    return qat(bits, "basic QAT, all steps", times=2, groups=FULL)
 
 
-def finished(bits: int, groups: str = "per channel, full") -> Arm:
+def finished(bits: int, groups: str = FULL) -> Arm:
     """From a float model of the learning rates of `LONG_RATES`, which is the teacher, at these."""
     moq = {"distillation": {"teacher": LONG_OWN, "labels": 1.0}}
     name = "basic QAT from a finished float model"
@@ -181,7 +182,7 @@ def shared(bits: int, share: float) -> Arm:
     moq = {"distillation": {"teacher": LONG_OWN, "labels": 1.0}}
     name = f"basic QAT, float first, {share:g} of the steps in float"
     return qat(
-        bits, name, moq, groups="per channel, full", warm=LONG_OWN, times=2 * (1 - share), warm_times=2 * share,
+        bits, name, moq, groups=FULL, warm=LONG_OWN, times=2 * (1 - share), warm_times=2 * share,
         dropout=False,
     )  # fmt: skip
 
@@ -195,10 +196,10 @@ def budget(measure: str) -> dict[str, Any]:
 def without(part: str, name: str) -> Arm:
     """Float first without a part of the loss, nor dropout in the quantized half."""
     moq = {"distillation": {"teacher": OWN, "labels": 1.0, part: 0.0}}
-    return taught(2, "per channel, full", name=f"basic QAT, float first, {name}", dropout=False, moq=moq)
+    return taught(2, name=f"basic QAT, float first, {name}", dropout=False, moq=moq)
 
 
-def no_dropout(bits: int, groups: str = "per channel, full") -> Arm:
+def no_dropout(bits: int, groups: str = FULL) -> Arm:
     """Float first without dropout in the float phase either."""
     arm = taught(bits, groups, name="basic QAT, float first, no dropout at all", dropout=False)
     return replace(arm, warm_dropout=False)
@@ -206,7 +207,7 @@ def no_dropout(bits: int, groups: str = "per channel, full") -> Arm:
 
 # Float of as many steps, also rounded, and float first as it is since dropout beside the teacher is off.
 ROUNDED = replace(LONG, after=(4, 3, 2), after_groups=LOW_GRIDS[1:])
-AS_IT_IS = (ROUNDED, *(replace(taught(bits, "per channel, full"), dropout=False) for bits in (2, 4, 3)))
+AS_IT_IS = (ROUNDED, *(replace(taught(bits), dropout=False) for bits in (2, 4, 3)))
 
 # Float first at the learning rate of float in both halves.
 SLOWER = replace(finished(2), name=no_dropout(2).name, warm_times=1, dropout=False, warm_dropout=False)
@@ -216,18 +217,14 @@ PLANS = {
     "recipes": Plan(
         (
             LOW_FLOAT,
-            taught(2, "per channel, full"),
-            taught(2, "per channel, full", 4, name="MoQ 4 by 0.3, float first"),
+            taught(2),
+            taught(2, start=4, name="MoQ 4 by 0.3, float first"),
             taught(2, "per channel"),
             all_steps(2),
             *(
                 arm
                 for bits in (3, 4)
-                for arm in (
-                    taught(bits, "per channel, full"),
-                    taught(bits, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
-                    all_steps(bits),
-                )
+                for arm in (taught(bits), taught(bits, start=8, name="MoQ 8 by 0.3, float first"), all_steps(bits))
             ),
         ),
         bf16=True,
@@ -248,7 +245,7 @@ PLANS = {
     "gap": Plan(
         (
             finished(2),
-            qat(2, MIDDLE, offset=0.5, times=2, learning_rate=LONG_OWN, groups="per channel, full"),
+            qat(2, MIDDLE, offset=0.5, times=2, learning_rate=LONG_OWN, groups=FULL),
             *(finished(bits, groups="groups of 32, full") for bits in (3, 2)),
         ),
         tasks=("mrpc", "cola", "sst2"),
@@ -257,12 +254,8 @@ PLANS = {
     # With dropout beside the teacher and without, and what tables at 8 bits change.
     "dropout": Plan(
         (
-            replace(LONG, after=(8, 4, 3, 2), after_groups=("per channel, full", TABLES)),
-            *(
-                replace(arm, dropout=kept)
-                for arm in (finished(2), taught(2, "per channel, full"))
-                for kept in (False, True)
-            ),
+            replace(LONG, after=(8, 4, 3, 2), after_groups=(FULL, TABLES)),
+            *(replace(arm, dropout=kept) for arm in (finished(2), taught(2)) for kept in (False, True)),
             no_dropout(2),
             replace(LONG, dropout=False),
         ),
@@ -278,7 +271,7 @@ PLANS = {
         (
             replace(taught(2, FROM_GPTQ), dropout=False),
             no_dropout(2, "groups of 32, full"),
-            taught(2, "per channel, full", name="basic QAT, float first, no teacher", moq={}, dropout=False),
+            taught(2, name="basic QAT, float first, no teacher", moq={}, dropout=False),
             without("hidden", "0 times the hidden states"),
         ),
         ("sst2", "cola"),
@@ -304,10 +297,10 @@ PLANS = {
     # What else might help it at 2 bits.
     "gpu variants": Plan(
         (
-            taught(2, "per channel, full"),
+            taught(2),
             no_dropout(2),
             without("labels", "no labels"),
-            *(taught(2, "per channel, full", dropout=False, learning_rate=rate) for rate in (4e-4, 2e-4, 1e-4)),
+            *(taught(2, dropout=False, learning_rate=rate) for rate in (4e-4, 2e-4, 1e-4)),
         ),
         bf16=True,
         gpu=True,
@@ -316,9 +309,9 @@ PLANS = {
     "budgets": Plan(
         (
             LOW_FLOAT,
-            taught(3, "per channel, full"),
+            taught(3),
             *(
-                taught(3, "per channel, full", name=f"3 bits on average by {measure}, float first", moq=budget(measure))
+                taught(3, name=f"3 bits on average by {measure}, float first", moq=budget(measure))
                 for measure in ("divergence", "trace")
             ),
         ),
@@ -328,13 +321,13 @@ PLANS = {
     "phases": Plan(
         (
             LOW_FLOAT,
-            taught(2, "per channel, full"),
-            taught(2, "per channel, full", 4, name="MoQ 4 by 0.3, float first"),
-            taught(2, "per channel, full", 8, name="MoQ 8 by 0.3, float first"),
-            taught(2, "per channel, full", name="basic QAT, float first at a constant rate", warm_decay="constant"),
-            taught(2, "per channel, full", name="basic QAT, float first, no teacher", moq={}),
+            taught(2),
+            taught(2, start=4, name="MoQ 4 by 0.3, float first"),
+            taught(2, start=8, name="MoQ 8 by 0.3, float first"),
+            taught(2, name="basic QAT, float first at a constant rate", warm_decay="constant"),
+            taught(2, name="basic QAT, float first, no teacher", moq={}),
             *(
-                taught(2, "per channel, full", start, name=f"{name}, {share} the steps", times=times, warm_times=times)
+                taught(2, start=start, name=f"{name}, {share} the steps", times=times, warm_times=times)
                 for times, share in ((0.5, "half"), (2, "twice"))
                 for start, name in ((0, "basic QAT, float first"), (4, "MoQ 4 by 0.3, float first"))
             ),
