@@ -23,6 +23,7 @@ MIDDLE = "basic QAT from the middle of a run, no teacher"
 OWN, LONG_OWN = -1.0, -2.0  # Stand for the task's of `RATES` and of `LONG_RATES`.
 FULL = "per channel, full"
 TABLES = "per channel, full, tables at 8 bits"
+SEARCHED_MORE, SEARCHED_ONCE = (f"{FULL}, searched every {steps} steps" for steps in (10, 1000))
 FROM_GPTQ = "per channel, full, from GPTQ's rounding"
 GROUPS: dict[str, dict[str, Any]] = {
     "8 blocks": {"quantize_groups": 8, "quantize_algo": {"range": "narrow"}},
@@ -33,6 +34,8 @@ GROUPS: dict[str, dict[str, Any]] = {
     FROM_GPTQ: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full", "gptq": 256}},
     TABLES: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full"}, "quantize_embeddings": "auto"},
     "groups of 64, full": {"quantize_group_size": 64, "quantize_algo": {"range": "full"}},
+    SEARCHED_MORE: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full", "scale_refresh": 10}},
+    SEARCHED_ONCE: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full", "scale_refresh": 1000}},
     "groups of 32, full": {"quantize_group_size": 32, "quantize_algo": {"range": "full"}},
     "groups of 128, full": {"quantize_group_size": 128, "quantize_algo": {"range": "full"}},
     "groups of 128, absmax": {"quantize_group_size": 128, "quantize_algo": {"range": "full", "scale": "absmax"}},
@@ -264,6 +267,7 @@ PLANS = {
     # Page one's: the first two seeds are those of the plan "gpu".
     "float32": Plan((*AS_IT_IS, replace(LONG, dropout=False), no_dropout(2)), seeds=(3, 4, 5)),
     "no dropout": Plan((no_dropout(4), no_dropout(3)), ("sst2", "cola")),
+    "searches": Plan((no_dropout(2, SEARCHED_MORE), no_dropout(2, SEARCHED_ONCE)), ("sst2", "cola"), (1, 2, 3)),
     "basic": Plan((replace(all_steps(2), dropout=False),), seeds=(3, 4, 5)),
     "mrpc rates": Plan((SLOWER, replace(no_dropout(2), learning_rate=1e-4)), ("mrpc",), (1,)),
     # Without dropout in the quantized half: where it starts, its groups, and what of the teacher counts.

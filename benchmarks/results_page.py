@@ -199,7 +199,7 @@ def without_dropout(ways: Ways) -> Ways:
     return in_float32(ways)._replace(dropout=False)
 
 
-NO_DROPOUT_32 = in_float32(NO_DROPOUT)._replace(groups="groups of 32, full")
+DRY = in_float32(NO_DROPOUT)
 # As moq_hf trains now: without dropout beside the teacher.
 NOW = without_dropout(MOQ_HF)
 
@@ -238,11 +238,16 @@ CHANGES = {
         Change("one run, quantized from its middle on, no teacher", at(MIDDLE, 2)),
     ),
     "the recipe without dropout beside the teacher": (
-        Change("none in the float phase either", at(in_float32(NO_DROPOUT), 2), against=NOW),
-        Change("the same in groups of 32, against per channel", at(NO_DROPOUT_32, 2), TWO, in_float32(NO_DROPOUT)),
+        Change("none in the float phase either", at(DRY, 2), against=NOW),
         Change("a start from GPTQ's rounding", at(NOW._replace(groups=glue_plans.FROM_GPTQ), 2), TWO, NOW),
         Change("no teacher", at(without_dropout(taught(", no teacher")), 2), TWO, NOW),
         Change("no hidden states", at(without_dropout(taught(", 0 times the hidden states")), 2), TWO, NOW),
+    ),
+    "the recipe without any dropout": (
+        Change("basic QAT for all steps, without dropout too", at(without_dropout(BASIC), 2), against=DRY),
+        Change("groups of 32", at(DRY._replace(groups="groups of 32, full"), 2), TWO, DRY),
+        Change("scales searched every 10 steps", at(DRY._replace(groups=glue_plans.SEARCHED_MORE), 2), TWO, DRY),
+        Change("scales searched once", at(DRY._replace(groups=glue_plans.SEARCHED_ONCE), 2), TWO, DRY),
     ),
     "a finished float model, rounded in groups of 32": (
         Change("half as many steps, with it as teacher", at(FINISHED_32, 3), against=ROUNDED_32),
