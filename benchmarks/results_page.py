@@ -49,7 +49,6 @@ MOQ_HF = Ways("basic QAT, float first")
 FINISHED = Ways("basic QAT from a finished float model", rates=LONG_RATES)
 FINISHED_32 = FINISHED._replace(groups="groups of 32, full")
 NO_DROPOUT = Ways(glue_plans.no_dropout(2).name, dropout=False)
-MIDDLE = Ways(glue_plans.MIDDLE, times=2, rates=LONG_RATES)
 ROUNDED = LONG._replace(arm="after training", groups="per channel, full")
 ROUNDED_32 = ROUNDED._replace(groups="groups of 32, full")
 BASIC = Ways("basic QAT, all steps", times=2)
@@ -224,18 +223,13 @@ CHANGES = {
             "bits that fall from 8, to 2 from 4",
             {bits: Ways(f"MoQ {start} by 0.3, float first") for bits, start in ((4, 8), (3, 8), (2, 4))},
         ),
-        Change("bits that fall from 8", at(Ways("MoQ 8 by 0.3, float first"), 2), TWO),
         Change("bits by layer, chosen by divergence", at(Ways("3 bits on average by divergence, float first"), 3)),
         Change("bits by layer, chosen by trace", at(Ways("3 bits on average by trace, float first"), 3)),
         Change("the mean of the last quarter's weights", at(taught(", the mean of the last quarter's weights"), 2)),
         Change("narrow ranges: ternary", at(taught(groups="per channel"), 2)),
-        Change("groups of 64", at(taught(groups="groups of 64, full"), 2), TWO),
-        Change("asymmetric", at(taught(groups="per channel, asymmetric"), 2), TWO),
         Change("no dropout beside the teacher", at(NOW, 2), TWO, in_float32(MOQ_HF)),
         Change("a constant learning rate in the float phase", at(taught(" at a constant rate"), 2), TWO),
         Change("half of the steps", at(taught(", half the steps", times=0.5), 2), TWO),
-        Change("twice the steps", at(taught(", twice the steps", times=2), 2), ONE),
-        Change("one run, quantized from its middle on, no teacher", at(MIDDLE, 2)),
     ),
     "the recipe without dropout beside the teacher": (
         Change("none in the float phase either", at(DRY, 2), against=NOW),
@@ -244,14 +238,13 @@ CHANGES = {
         Change("no hidden states", at(without_dropout(taught(", 0 times the hidden states")), 2), TWO, NOW),
     ),
     "the recipe without any dropout": (
-        Change("basic QAT for all steps, without dropout too", at(without_dropout(BASIC), 2), against=DRY),
+        Change("basic QAT for all steps", at(without_dropout(BASIC), 2), against=DRY),
         Change("groups of 32", at(DRY._replace(groups="groups of 32, full"), 2), TWO, DRY),
         Change("scales searched every 10 steps", at(DRY._replace(groups=glue_plans.SEARCHED_MORE), 2), TWO, DRY),
         Change("scales searched once", at(DRY._replace(groups=glue_plans.SEARCHED_ONCE), 2), TWO, DRY),
     ),
     "a finished float model, rounded in groups of 32": (
         Change("half as many steps, with it as teacher", at(FINISHED_32, 3), against=ROUNDED_32),
-        Change("the same at 2 bits", at(FINISHED_32, 2), against=ROUNDED_32),
     ),
     "half as many steps from a finished float model, which is the teacher": (
         Change("groups of 32", at(FINISHED_32, 2), against=FINISHED),
@@ -331,7 +324,7 @@ ON_A_GPU = {
     "1e-4 in the quantized half": quantized_at(1e-4),
     "2e-4 there": quantized_at(2e-4),
     "4e-4 there": quantized_at(4e-4),
-    "no dropout in float either, the default at 2 bits": NO_DROPOUT,
+    "no dropout in float either": NO_DROPOUT,
     "no labels": taught(", no labels", dropout=False),
     "three quarters in float": taught(", 0.75 of the steps in float", times=0.5, dropout=False),
     "from the float model": FINISHED._replace(dropout=False),
