@@ -165,6 +165,12 @@ def test_what_is_said_of_dropout_in_the_float_phase() -> None:
     assert not any(way.dropout for way in ways.values()) and MoQConfig(bits=4).distillation.dropout is None
 
 
+def test_what_is_said_of_searches_for_scales() -> None:
+    rows = [row for row in results_page.arms() if str(row[0]).startswith("scales searched")]
+    assert [row[2] for row in rows] == [3, 3] and all(is_noise(row[5]) for row in rows)
+    assert "How often scales are searched does not show." in results_text("recipes")
+
+
 def test_what_tables_at_8_bits_change() -> None:
     changes = results_page.tables_at_8_bits()
     most, mean = max(map(abs, changes)), abs(statistics.fmean(changes))
