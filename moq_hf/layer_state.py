@@ -276,10 +276,12 @@ class LayerState:
         if self.lora:
             sources += self.lora.parts()
         made_of = list(map(_identity, sources))
-        if dtype not in self.copies or self.copies[dtype][1] != made_of:
-            values = self.fake_quantize(self.merged(weight), dtype)
-            self.copies[dtype] = values, made_of, sources
-        return self.copies[dtype][0]
+        # Looked up once: another thread may drop the copies meanwhile.
+        kept = self.copies.get(dtype)
+        if kept is None or kept[1] != made_of:
+            kept = self.fake_quantize(self.merged(weight), dtype), made_of, sources
+            self.copies[dtype] = kept
+        return kept[0]
 
 
 def _identity(part: Any) -> Any:

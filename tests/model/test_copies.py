@@ -391,7 +391,7 @@ def test_threads_may_evaluate_one_model() -> None:
     wanted, wrong = model(x).detach(), list[str]()
 
     def evaluate() -> None:
-        for _ in range(200):
+        for _ in range(1000):
             try:
                 with torch.no_grad():
                     if not torch.equal(model(x), wanted):
