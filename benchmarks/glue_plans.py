@@ -208,7 +208,7 @@ def no_dropout(bits: int, groups: str = FULL) -> Arm:
     return replace(arm, warm_dropout=False)
 
 
-# Float of as many steps, also rounded, and float first as it is since dropout beside the teacher is off.
+# Float of as many steps, also rounded, and float first with dropout in its float phase alone.
 ROUNDED = replace(LONG, after=(4, 3, 2), after_groups=LOW_GRIDS[1:])
 AS_IT_IS = (ROUNDED, *(replace(taught(bits), dropout=False) for bits in (2, 4, 3)))
 

@@ -154,7 +154,7 @@ def test_what_is_said_of_dropout_in_the_float_phase() -> None:
     ours, theirs = (results_page.as_it_is(results_page.ALL, ways, 2) for ways in (results_page.NO_DROPOUT, before))
     shown = report_study.paired(ours, theirs)
     assert is_noise(shown)
-    told = f"A model without any gains {every} points (five seeds in float32; MRPC alone {mrpc}), or"
+    told = f"A model without it gains {every} points (five seeds in float32; MRPC alone {mrpc}), or"
     told += f" {shown.removeprefix('+')} on the runs of the first table, and so it is the default. These seeds"
     assert told in results_text("recipes")
     assert f"three seeds cannot tell ({four} and {three} on SST-2 and CoLA)." in results_text("recipes")
