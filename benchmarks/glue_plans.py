@@ -202,10 +202,9 @@ def without(part: str, name: str) -> Arm:
     return taught(2, name=f"basic QAT, float first, {name}", dropout=False, moq=moq)
 
 
-def no_dropout(bits: int, groups: str = FULL) -> Arm:
+def no_dropout(bits: int, groups: str = FULL, name: str = "basic QAT, float first", start: int = 0) -> Arm:
     """Float first without dropout in the float phase either."""
-    arm = taught(bits, groups, name="basic QAT, float first, no dropout at all", dropout=False)
-    return replace(arm, warm_dropout=False)
+    return replace(taught(bits, groups, start, name=f"{name}, no dropout at all", dropout=False), warm_dropout=False)
 
 
 # Float of as many steps, also rounded, and float first with dropout in its float phase alone.
@@ -215,6 +214,7 @@ AS_IT_IS = (ROUNDED, *(replace(taught(bits), dropout=False) for bits in (2, 4, 3
 # Float first at the learning rate of float in both halves.
 SLOWER = replace(finished(2), name=no_dropout(2).name, warm_times=1, dropout=False, warm_dropout=False)
 
+TRIED_ON_A_GPU = (1, 2)  # Seeds of the plans "gpu" and "gpu variants".
 PLANS = {
     # Float first, at equal total steps: grids, schedules, and what there is without a float phase.
     "recipes": Plan(
@@ -295,6 +295,29 @@ PLANS = {
             *(all_steps(bits) for bits in (2, 3, 4)),
             replace(finished(2), dropout=False),
         ),
+        bf16=True,
+        gpu=True,
+    ),
+    # Page one's. They decided one default: no dropout in the float half at 4 and 3 bits.
+    "fresh": Plan(
+        (
+            ROUNDED,
+            replace(ROUNDED, dropout=False),
+            no_dropout(2),
+            *(replace(taught(bits), dropout=False) for bits in (4, 3)),
+            *(all_steps(bits) for bits in (2, 4, 3)),
+            replace(all_steps(2), dropout=False),
+            *(no_dropout(bits) for bits in (4, 3)),
+            replace(taught(2), dropout=False),
+        ),
+        seeds=(6, 7, 8, 9, 10),
+        bf16=True,
+        gpu=True,
+    ),
+    "one bit": Plan(
+        (no_dropout(1), no_dropout(1, name="MoQ 2 by 0.3, float first", start=2)),
+        ("sst2",),
+        seeds=(6, 7, 8),
         bf16=True,
         gpu=True,
     ),

@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,14 +48,19 @@ MOQ_HF = Ways("basic QAT, float first")
 # That model as start and teacher: half as many steps again.
 FINISHED = Ways("basic QAT from a finished float model", rates=LONG_RATES)
 FINISHED_32 = FINISHED._replace(groups="groups of 32, full")
+# Float first with dropout in its float phase alone, and without any.
+HALF_DROPOUT = MOQ_HF._replace(dropout=False)
 NO_DROPOUT = Ways(glue_plans.no_dropout(2).name, dropout=False)
+FLOAT_NO_DROPOUT = LONG._replace(dropout=False)
 ROUNDED = LONG._replace(arm="after training", groups="per channel, full")
 ROUNDED_32 = ROUNDED._replace(groups="groups of 32, full")
 BASIC = Ways("basic QAT, all steps", times=2)
 BITS = (4, 3, 2)
 ALL, TWO, ONE = tuple(TASKS), ("sst2", "cola"), ("sst2",)
 SETS = {**{name: (task,) for task, name in TASKS.items()}, "all three": ALL}
-SEEDS_ON_A_GPU = (1, 2)
+FRESH = glue_plans.PLANS["fresh"].seeds
+# No difference mixes a run on a GPU with one on a CPU.
+ON_A_GPU = (*glue_plans.TRIED_ON_A_GPU, *FRESH)
 
 
 def mean(values: Mapping[int, float]) -> float:
@@ -63,12 +68,17 @@ def mean(values: Mapping[int, float]) -> float:
     return statistics.fmean(values.values())
 
 
-def as_it_is(tasks: Iterable[str], ways: Ways, bits: int = 32) -> dict[int, float]:
-    """By seed, of the plans "gpu" and "float32"."""
-    on_gpu, on_cpu = (average(tasks, each, bits) for each in (ways._replace(gpu=True), ways._replace(bf16=False)))
-    return {seed: on_gpu[seed] for seed in SEEDS_ON_A_GPU} | {
-        seed: value for seed, value in on_cpu.items() if seed not in SEEDS_ON_A_GPU
-    }
+def on_a_gpu(tasks: Iterable[str], ways: Ways, bits: int = 32, seeds: Collection[int] = FRESH) -> dict[int, float]:
+    """By seed, in bfloat16."""
+    found = average(tasks, ways._replace(gpu=True), bits)
+    return {seed: value for seed, value in found.items() if seed in seeds}
+
+
+def everywhere(tasks: Iterable[str], ways: Ways, bits: int = 32) -> dict[int, float]:
+    """By seed, on a GPU or else on a CPU in float32."""
+    on_cpu = average(tasks, in_float32(ways), bits)
+    found = {seed: value for seed, value in on_cpu.items() if seed not in ON_A_GPU}
+    return found | on_a_gpu(tasks, ways, bits, ON_A_GPU)
 
 
 def at(ways: Ways, *bits: int) -> dict[int, Ways]:
@@ -76,27 +86,19 @@ def at(ways: Ways, *bits: int) -> dict[int, Ways]:
     return dict.fromkeys(bits, ways)
 
 
-# What is compared at equal steps: where its runs are, which has their float model too, and how they trained. By default
-# moq_hf has no dropout beside the teacher, and at 2 bits none in the float phase either.
-RECIPES: dict[str, tuple[Callable[..., dict[int, float]], dict[int, Ways]]] = {
-    "rounding": (as_it_is, at(ROUNDED, *BITS)),
-    "rounding, groups of 32": (as_it_is, at(ROUNDED_32, *BITS)),
-    "basic QAT": (average, at(BASIC, *BITS)),
-    "moq_hf": (as_it_is, {**at(MOQ_HF._replace(dropout=False), 4, 3), 2: NO_DROPOUT}),
+# What is compared at equal steps. Only basic QAT has dropout.
+RECIPES = {
+    "rounding": ROUNDED._replace(dropout=False),
+    "rounding, groups of 32": ROUNDED_32._replace(dropout=False),
+    "basic QAT": BASIC,
+    "moq_hf": NO_DROPOUT,
 }
 
 
 def points(name: str, bits: int, tasks: Iterable[str] = ALL) -> dict[int, float]:
     """By seed, against a float model of as many steps, trained on the same machine."""
-    runs, ways = RECIPES[name]
-    reference = runs(tasks, LONG)
-    return {seed: score - reference[seed] for seed, score in runs(tasks, ways[bits], bits).items()}
-
-
-def float_without_dropout(tasks: Iterable[str] = ALL) -> dict[int, float]:
-    """By seed, in points against float of as many steps with dropout."""
-    reference = as_it_is(tasks, LONG)
-    return {seed: score - reference[seed] for seed, score in as_it_is(tasks, LONG._replace(dropout=False)).items()}
+    reference = on_a_gpu(tasks, FLOAT_NO_DROPOUT)
+    return {seed: score - reference[seed] for seed, score in on_a_gpu(tasks, RECIPES[name], bits).items()}
 
 
 def cells_of(lines: Iterable[str]) -> list[list[Any]]:
@@ -115,7 +117,9 @@ def first_page() -> list[list[Any]]:
     bytes_of = document("sizes")["models"]["all-MiniLM-L6-v2"]
     steps = document("step_time")["results"]["float32, 1 x 16 x 64"]
     found: list[list[Any]] = [["bits", *names, "size", "training step"]]
-    found.append(["float", f"{mean(as_it_is(ALL, LONG)):.1f}", "", "", f"{bytes_of['float'] / 1e6:.1f} MB", "1.00"])
+    found.append(
+        ["float", f"{mean(on_a_gpu(ALL, FLOAT_NO_DROPOUT)):.1f}", "", "", f"{bytes_of['float'] / 1e6:.1f} MB", "1.00"]
+    )
     for bits in BITS:
         cells = [interval(points(name, bits)) for name in names.values()]
         size = f"{bytes_of['tables at 8 bits'][str(bits)] / 1e6:.1f} MB"
@@ -130,17 +134,22 @@ def equal_steps() -> list[list[Any]]:
     for bits in BITS:
         for name, tasks in SETS.items():
             cells = [interval(points(each, bits, tasks)) for each in RECIPES]
-            found.append([bits, name, f"{mean(as_it_is(tasks, LONG)):.1f}", *cells])
+            found.append([bits, name, f"{mean(on_a_gpu(tasks, FLOAT_NO_DROPOUT)):.1f}", *cells])
     return found
 
 
 def rates() -> list[list[Any]]:
-    """Float models of as many steps at three learning rates, with seed 1, and what half of the steps give."""
+    """Float models of as many steps by learning rate, with dropout and without, and what half of the steps give."""
     tried = (5e-5, 1e-4, 2e-4)
     found: list[list[Any]] = [["task", *(f"{rate:g}" for rate in tried), "half of the steps, against as many"]]
     for task, name in TASKS.items():
-        own = [scores(task, LONG._replace(rates={task: rate}))[1] for rate in tried]
-        found.append([name, *(f"{each:.1f}" for each in own), paired(scores(task, FLOAT), scores(task, LONG))])
+        cells = []
+        for rate in tried:
+            way = LONG._replace(rates={task: rate})
+            both = (scores(task, each)[1] for each in (way, way._replace(dropout=False, gpu=True)))
+            cells.append("; ".join(f"{score:.1f}" for score in both))
+        halves = (on_a_gpu([task], ways) for ways in (FLOAT._replace(dropout=False), FLOAT_NO_DROPOUT))
+        found.append([name, *cells, paired(*halves)])
     return found
 
 
@@ -176,6 +185,7 @@ class Change(NamedTuple):
     arms: Mapping[int, Ways]
     tasks: tuple[str, ...] = ALL
     against: Ways = MOQ_HF
+    runs: Callable[..., dict[int, float]] = average
 
 
 def taught(name: str = "", groups: str = "per channel, full", **more: Any) -> Ways:
@@ -198,9 +208,7 @@ def without_dropout(ways: Ways) -> Ways:
     return in_float32(ways)._replace(dropout=False)
 
 
-DRY = in_float32(NO_DROPOUT)
-# Without dropout beside the teacher alone, as above 2 bits by default.
-NOW = without_dropout(MOQ_HF)
+NO_DROPOUT_ON_CPU, HALF_DROPOUT_ON_CPU = in_float32(NO_DROPOUT), in_float32(HALF_DROPOUT)
 
 
 def same(name: str) -> Ways:
@@ -228,21 +236,41 @@ CHANGES = {
         Change("the mean of the last quarter's weights", at(taught(", the mean of the last quarter's weights"), 2)),
         Change("narrow ranges: ternary", at(taught(groups="per channel"), 2)),
         Change("groups of 64", at(taught(groups="groups of 64, full"), 2), TWO),
-        Change("no dropout beside the teacher", at(NOW, 2), TWO, in_float32(MOQ_HF)),
+        Change("no dropout beside the teacher", at(HALF_DROPOUT_ON_CPU, 2), TWO, in_float32(MOQ_HF)),
         Change("a constant learning rate in the float phase", at(taught(" at a constant rate"), 2), TWO),
         Change("half of the steps", at(taught(", half the steps", times=0.5), 2), TWO),
     ),
     "the recipe without dropout beside the teacher": (
-        Change("none in the float phase either", at(DRY, 2), against=NOW),
-        Change("a start from GPTQ's rounding", at(NOW._replace(groups=glue_plans.FROM_GPTQ), 2), TWO, NOW),
-        Change("no teacher", at(without_dropout(taught(", no teacher")), 2), TWO, NOW),
-        Change("no hidden states", at(without_dropout(taught(", 0 times the hidden states")), 2), TWO, NOW),
+        Change(
+            "a start from GPTQ's rounding",
+            at(HALF_DROPOUT_ON_CPU._replace(groups=glue_plans.FROM_GPTQ), 2),
+            TWO,
+            HALF_DROPOUT_ON_CPU,
+        ),
+        Change("no teacher", at(without_dropout(taught(", no teacher")), 2), TWO, HALF_DROPOUT_ON_CPU),
+        Change(
+            "no hidden states",
+            at(without_dropout(taught(", 0 times the hidden states")), 2),
+            TWO,
+            HALF_DROPOUT_ON_CPU,
+        ),
     ),
-    "the recipe without any dropout": (
-        Change("basic QAT for all steps", at(without_dropout(BASIC), 2), against=DRY),
-        Change("groups of 32", at(DRY._replace(groups="groups of 32, full"), 2), TWO, DRY),
-        Change("scales searched every 10 steps", at(DRY._replace(groups=glue_plans.SEARCHED_MORE), 2), TWO, DRY),
-        Change("scales searched once", at(DRY._replace(groups=glue_plans.SEARCHED_ONCE), 2), TWO, DRY),
+    "the recipe without any dropout, as it is now": (
+        Change("dropout in the float half", at(HALF_DROPOUT, *BITS), ALL, NO_DROPOUT, everywhere),
+        Change("basic QAT for all steps", at(BASIC._replace(dropout=False), 2), ALL, NO_DROPOUT, everywhere),
+        Change("groups of 32", at(NO_DROPOUT_ON_CPU._replace(groups="groups of 32, full"), 2), TWO, NO_DROPOUT_ON_CPU),
+        Change(
+            "scales searched every 10 steps",
+            at(NO_DROPOUT_ON_CPU._replace(groups=glue_plans.SEARCHED_MORE), 2),
+            TWO,
+            NO_DROPOUT_ON_CPU,
+        ),
+        Change(
+            "scales searched once",
+            at(NO_DROPOUT_ON_CPU._replace(groups=glue_plans.SEARCHED_ONCE), 2),
+            TWO,
+            NO_DROPOUT_ON_CPU,
+        ),
     ),
     "a finished float model, rounded in groups of 32": (
         Change("half as many steps, with it as teacher", at(FINISHED_32, 3), against=ROUNDED_32),
@@ -303,9 +331,9 @@ def arms() -> list[list[Any]]:
         for change in changes:
             gains = {}
             for bits, ways in change.arms.items():
-                ours, theirs = (average(change.tasks, each, bits) for each in (ways, change.against))
+                ours, theirs = (change.runs(change.tasks, each, bits) for each in (ways, change.against))
                 gains[bits] = {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
-            (seeds,) = {len(each) for each in gains.values()}
+            seeds = " to ".join(str(count) for count in sorted({len(each) for each in gains.values()}))
             names = "all" if change.tasks == ALL else ", ".join(TASKS[task] for task in change.tasks)
             cells = [interval(gains[bits]) if bits in gains else "" for bits in BITS]
             found.append([change.text, names, seeds, *cells])
@@ -314,43 +342,36 @@ def arms() -> list[list[Any]]:
 
 def quantized_at(rate: float) -> Ways:
     """Float first with another learning rate in its quantized half, the same for all tasks."""
-    return MOQ_HF._replace(dropout=False, rates=dict.fromkeys(ALL, rate))
+    return HALF_DROPOUT._replace(rates=dict.fromkeys(ALL, rate))
 
 
-# Float first as it is now, its variations, and what is held against the same float models.
-ON_A_GPU = {
-    "float without dropout": LONG._replace(dropout=False),
-    "basic QAT": BASIC,
-    "**float first**": MOQ_HF._replace(dropout=False),
+# Float first with dropout in its float half, and its variations.
+VARIATIONS = {
+    "**float first**": HALF_DROPOUT,
     "1e-4 in the quantized half": quantized_at(1e-4),
     "2e-4 there": quantized_at(2e-4),
     "4e-4 there": quantized_at(4e-4),
-    "no dropout in float either": NO_DROPOUT,
     "no labels": taught(", no labels", dropout=False),
     "three quarters in float": taught(", 0.75 of the steps in float", times=0.5, dropout=False),
     "from the float model": FINISHED._replace(dropout=False),
 }
 
 
-def on_a_gpu(ways: Ways, bits: int = 32) -> dict[int, float]:
-    """The mean of the three tasks, by seed."""
-    return average(ALL, ways._replace(gpu=True), bits)
-
-
-def gpu_study() -> list[list[Any]]:
+def variations() -> list[list[Any]]:
     """Points against float of as many steps, a number a seed: there are two."""
-    reference = on_a_gpu(LONG)
-    found: list[list[Any]] = [["", "float", *(f"{bits} bits" for bits in BITS)]]
-    for name, ways in ON_A_GPU.items():
-        own = [on_a_gpu(ways, bits) for bits in (32, *BITS)]
+    seeds = glue_plans.TRIED_ON_A_GPU
+    reference = on_a_gpu(ALL, LONG, seeds=seeds)
+    found: list[list[Any]] = [["", *(f"{bits} bits" for bits in BITS)]]
+    for name, ways in VARIATIONS.items():
+        own = [on_a_gpu(ALL, ways, bits, seeds) for bits in BITS]
         cells = ["; ".join(f"{each[seed] - reference[seed]:+.1f}" for seed in sorted(each)) for each in own]
         found.append([name, *cells])
     return found
 
 
-def gpu_figures(section: str, ending: str) -> dict[str, float]:
+def gpu_figures(section: str, ending: str, name: str = "gpu") -> dict[str, float]:
     """What was measured on one GPU, by what stands before the ending of its name."""
-    rows = document("gpu")["sections"][section]["figures"]
+    rows = document(name)["sections"][section]["figures"]
     return {row["what"].removesuffix(ending): row["value"] for row in rows if row["what"].endswith(ending)}
 
 
@@ -372,9 +393,9 @@ def gpu_kernels() -> list[list[Any]]:
 
 def gpu_steps() -> list[list[Any]]:
     """Milliseconds of a step in float, and a quantized step over it."""
-    plain = gpu_figures("steps", ": a plain step")
+    plain = gpu_figures("steps", ": a plain step", "gpu_steps")
     found: list[list[Any]] = [["model, batch x tokens", "quantized", "float, ms", "step over float"]]
-    for what, ratio in gpu_figures("steps", ": step over plain").items():
+    for what, ratio in gpu_figures("steps", ": step over plain", "gpu_steps").items():
         (model,) = (name for name in plain if what.startswith(f"{name}, "))
         # The others are as these.
         if model not in ("BERT-base, 8 x 128", "BERT-base, 4 micro-batches"):
@@ -682,7 +703,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "equal steps": equal_steps,
     "rates": rates,
     "arms": arms,
-    "two seeds on a gpu": gpu_study,
+    "two seeds on a gpu": variations,
     "grids": grids,
     "language model": language_model,
     "merged lora": merged_lora,

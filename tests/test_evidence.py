@@ -5,6 +5,7 @@ import json
 import math
 import re
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,12 +90,12 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     }
     sentence = "by {divergence}, those of eigenvalues by {eigenvalue}, those of traces by {trace}."
     assert sentence.format(**spans) in text
-    assert results_page.SEEDS_ON_A_GPU == (1, 2) and "Seeds 1 and 2 were trained on an H200 in bfloat16" in text
-    assert {name: len(results_page.points(name, 2)) for name in results_page.RECIPES} == dict.fromkeys(
-        results_page.RECIPES, 5
-    )
+    counts = {len(results_page.points(name, bits)) for name in results_page.RECIPES for bits in results_page.BITS}
+    fresh = [line for line in report_study.lines() if line["seed"] in results_page.FRESH]
+    assert counts == {5} and {line["machine"]["gpu"] for line in fresh} == {"NVIDIA H100 80GB HBM3"}
+    assert "on one H100 in bfloat16:" in text and all(line["bf16"] for line in fresh)
     four, three, two = (ahead_of(GROUPS_OF_32, bits) for bits in (4, 3, 2))
-    assert is_noise(four) and is_noise(three) and f"is within it, too ({four} and {three} points)" in text
+    assert is_noise(four) and is_noise(three) and f"(float first has {four} and {three})" in text
     tried = {
         (line["warm"], line["learning_rate"]): report_study.score(line["metrics"])
         for line in report_study.lines()
@@ -106,11 +107,8 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     told = f"with seed 1 moq_hf has {own:.1f} there at 2 bits, {slower:.1f} at 1e-4, and {second:.1f} with 1e-4 in the"
     assert len(tried) == 3 and told in text
     basic, same_scales = (ahead_of(name, 2).removeprefix("+") for name in ("basic QAT", "rounding"))
-    dry = ahead_of_basic_without_dropout().removeprefix("+")
-    told = (
-        f"leads basic QAT by {basic} ({dry} if that has no dropout either, three seeds), rounding with the same scales"
-    )
-    told += f" by {same_scales}, and in groups of 32 by"
+    told = f"leads basic QAT by {basic} ({ahead_of_basic_without_dropout()} if that has no dropout either), rounding"
+    told += f" with the same scales by {same_scales}, and in groups of 32 by"
     assert f"{told} {two.removeprefix('+')}" in text and is_noise(two) == ("which is within the noise" in text)
 
 
@@ -125,50 +123,56 @@ def test_what_is_said_of_dropout() -> None:
     cola, sst2, both = (gains_without_dropout(ours, *tasks) for tasks in (("cola",), ("sst2",), results_page.TWO))
     assert is_win(cola) and is_win(both) and is_noise(sst2)
     cola, both = cola.removeprefix("+"), both.removeprefix("+")
-    told = f"CoLA gains {cola} points, SST-2 does not differ ({sst2}), and together they gain {both} on average"
+    told = f"CoLA gains {cola} points, SST-2 does not differ ({sst2}), and both together gain {both}"
     assert f"{told} (four seeds, in float32)." in results_text("recipes")
-    gains = results_page.float_without_dropout()
-    assert len(gains) == 5
-    changed = report_study.interval(gains)
-    assert is_noise(changed)
-    ends = [against_float_without_dropout(bits) for bits in results_page.BITS]
-    told = "changes by {} without dropout (five seeds), and against that float moq_hf ends at {}, {} and {} at 4, 3 and"
-    assert told.format(changed, *ends) in results_text("recipes")
-    told = "without it float changes by {}, and moq_hf ends at {}, {} and {} against that."
-    assert told.format(changed, *ends) in readme()
+
+
+def gain(
+    ours: report_study.Ways,
+    theirs: report_study.Ways,
+    bits: tuple[int, int] = (32, 32),
+    runs: Callable[..., dict[int, float]] = results_page.everywhere,
+    seeds: int = 10,
+) -> str:
+    """The paired difference of two ways over all tasks; the bits are those of each."""
+    found, behind = (runs(results_page.ALL, *each) for each in zip((ours, theirs), bits, strict=True))
+    assert len(found.keys() & behind.keys()) == seeds
+    return report_study.interval({seed: found[seed] - behind[seed] for seed in found if seed in behind})
+
+
+def on_page_one(ours: report_study.Ways, theirs: report_study.Ways, bits: int, behind: int = 32) -> str:
+    return gain(ours, theirs, (bits, behind), runs=results_page.on_a_gpu, seeds=5)
 
 
 def test_what_is_said_of_dropout_in_the_float_phase() -> None:
-    dry, now = results_page.DRY, results_page.NOW
-
-    def gain(bits: int, seeds: int, *tasks: str) -> str:
-        ours, theirs = (report_study.average(tasks, ways, bits) for ways in (dry, now))
-        assert len(ours) == seeds
-        return report_study.paired(ours, theirs)
-
-    every, mrpc = gain(2, 5, *results_page.ALL), gain(2, 5, "mrpc")
-    four, three = (gain(bits, 3, *results_page.TWO) for bits in (4, 3))
-    assert is_win(every) and is_win(mrpc) and is_noise(four) and is_noise(three)
-    every, mrpc = (each.removeprefix("+") for each in (every, mrpc))
-    before = results_page.MOQ_HF._replace(dropout=False)
-    ours, theirs = (results_page.as_it_is(results_page.ALL, ways, 2) for ways in (results_page.NO_DROPOUT, before))
-    shown = report_study.paired(ours, theirs)
-    assert is_noise(shown)
-    told = f"A model without it gains {every} points (five seeds in float32; MRPC alone {mrpc}), or"
-    told += f" {shown.removeprefix('+')} on the runs of the first table, and so it is the default. These seeds"
-    assert told in results_text("recipes")
-    assert f"three seeds cannot tell ({four} and {three} on SST-2 and CoLA)." in results_text("recipes")
-    # What the table of page one has is the default of each number of bits.
-    ways = results_page.RECIPES["moq_hf"][1]
-    drops = {bits: "no dropout at all" in ways[bits].arm for bits in ways}
-    assert drops == {bits: not MoQConfig(bits=bits).float_dropout for bits in results_page.BITS}
-    assert not any(way.dropout for way in ways.values()) and MoQConfig(bits=4).distillation.dropout is None
+    text = results_text("recipes")
+    dry, half_dry = results_page.NO_DROPOUT, results_page.HALF_DROPOUT
+    reference, long = results_page.FLOAT_NO_DROPOUT, results_page.LONG
+    half = gain(results_page.FLOAT._replace(dropout=False), results_page.FLOAT)
+    whole, two = gain(reference, long), gain(dry, half_dry, (2, 2))
+    four, three = (on_page_one(dry, half_dry, bits, bits) for bits in (4, 3))
+    assert all(map(is_win, (half, whole, two, four))) and is_noise(three)
+    told = "that half gains {} without it, float of as many steps {}, and 2 bits {}; 4 and 3 bits gain {} and {} on the"
+    assert told.format(*(each.removeprefix("+") for each in (half, whole, two, four, three))) in text
+    assert f"all ten end at {gain(dry, reference, (2, 32))} against float without dropout." in text
+    ends = [on_page_one(dry, long, bits) for bits in results_page.BITS]
+    lower = on_page_one(long, reference, 32)
+    told = f"with dropout, which ends at {lower}, moq_hf has {ends[0]}, {ends[1]} and {ends[2]} at 4, 3 and 2 bits."
+    assert told in text and not is_noise(lower)
+    basic = on_page_one(results_page.BASIC._replace(dropout=False), reference, 2)
+    assert f"without it 2 bits end at {basic}." in text
+    # What the tables have is the default.
+    assert not MoQConfig(bits=2).distillation.dropout and results_page.RECIPES["moq_hf"] == dry
 
 
-def test_what_is_said_of_searches_for_scales() -> None:
-    rows = [row for row in results_page.arms() if str(row[0]).startswith("scales searched")]
-    assert [row[2] for row in rows] == [3, 3] and all(is_noise(row[5]) for row in rows)
-    assert "How often scales are searched does not show." in results_text("recipes")
+def test_what_is_said_of_one_bit() -> None:
+    once, by_two = (report_study.Ways(arm.name, dropout=False) for arm in glue_plans.PLANS["one bit"].arms)
+    scores = [results_page.on_a_gpu(results_page.ONE, ways, 1) for ways in (by_two, once)]
+    told = report_study.paired(*scores)
+    assert [len(each) for each in scores] == [3, 3] and is_noise(told)
+    assert f"by way of 2, without dropout, {told.removeprefix('-')} below (SST-2, three seeds)" in results_text(
+        "recipes"
+    )
 
 
 def test_what_tables_at_8_bits_change() -> None:
@@ -348,7 +352,7 @@ def figures(section: str, name: str = "gpu") -> dict[str, Any]:
 
 
 def test_what_is_said_of_a_gpu() -> None:
-    text, steps = results_text("speed"), figures("steps")
+    text, steps = results_text("speed"), figures("steps", "gpu_steps")
     plain = {rows: steps[f"BERT-base, {rows} x 128: a plain step"] for rows in (8, 32, 64)}
     assert all(38 < each < 43 for each in plain.values()) and "takes about 40 ms at batch size 8 and at 64" in text
     llama = "Llama-1B, 4 x 1024, 4 bits per channel"
@@ -357,7 +361,7 @@ def test_what_is_said_of_a_gpu() -> None:
     assert f"Llama-1B is {100 * ratio - 100:.0f} % slower, {100 * search - 100:.0f} % with its share" in text
     compiled = figures("torch.compile")["4 layers of BERT-base, compiled, bf16: step over plain"]
     assert f"Four layers of BERT-base, compiled: {compiled:.2f}." in text
-    assert steps["BERT-base, 32 x 128, 8 bits per channel: step over plain"] < 1.45 and "takes 1.4 times" in readme()
+    assert steps["BERT-base, 32 x 128, 8 bits per channel: step over plain"] < 1.35 and "takes 1.3 times" in readme()
     assert all(float(row[3]) > 1.02 for row in results_page.gpu_steps()[1:])
     assert float(dict(results_page.gpu_kernels())["moq_hf, 8 bits per channel"]) > 1.5
     numbers = {what: value for what, value in figures("bit equality").items() if "the definition" in what}
@@ -371,19 +375,19 @@ def test_what_is_said_of_a_gpu() -> None:
     first, again = (figures("tests", name) for name in ("gpu", "gpu_tests"))
     assert f"One of the {first['tests passed'] + 1} GPU tests failed" in text and first["tests failed"] == 1
     assert again["tests failed"] == 0 and again["tests passed"] == first["tests passed"] + 1
-    devices = [result(name)["device"]["name"] for name in ("gpu", "gpu_tests")]
-    assert devices == ["NVIDIA H100 80GB HBM3", "NVIDIA H200"] and "all of them passed on an H200" in text
+    devices = {result(name)["device"]["name"] for name in ("gpu", "gpu_steps", "gpu_tests")}
+    assert devices == {"NVIDIA H100 80GB HBM3"} and "that is fixed, and all of them pass." in text
 
 
 def test_what_is_said_of_variations_on_a_gpu() -> None:
-    text, rows = results_text("recipes"), results_page.gpu_study()[1:]
+    text, rows = results_text("recipes"), results_page.variations()[1:]
     assert {cell.count(";") for row in rows for cell in row[1:] if cell} == {1} and "two seeds: points" in text
-    ours = results_page.on_a_gpu(results_page.ON_A_GPU["**float first**"], 2)
+    seeds = glue_plans.TRIED_ON_A_GPU
+    ours = results_page.on_a_gpu(results_page.ALL, results_page.HALF_DROPOUT, 2, seeds)
     leads = []
-    for name, ways in results_page.ON_A_GPU.items():
-        other = results_page.on_a_gpu(ways, 2)
-        if other:
-            leads.append(min(other[seed] - ours[seed] for seed in ours))
+    for name, ways in results_page.VARIATIONS.items():
+        other = results_page.on_a_gpu(results_page.ALL, ways, 2, seeds)
+        leads.append(min(other[seed] - ours[seed] for seed in ours))
         if "there" in name or "quantized half" in name:
             assert max(abs(other[seed] - ours[seed]) for seed in ours) < 1.5
     assert max(leads) < 1 and "no variation leads twice by more than a point" in text
@@ -519,44 +523,35 @@ def ahead_of(name: str, bits: int) -> str:
 
 
 def ahead_of_basic_without_dropout() -> str:
-    """Of float first at 2 bits, without dropout in any phase."""
-    runs = (results_page.without_dropout(results_page.BASIC), results_page.DRY)
-    behind, ours = (report_study.average(results_page.ALL, ways, 2) for ways in runs)
-    assert len(behind) == 3
-    lead = report_study.paired({seed: ours[seed] for seed in behind}, behind)
+    """Of float first at 2 bits."""
+    lead = on_page_one(results_page.NO_DROPOUT, results_page.BASIC._replace(dropout=False), 2, 2)
     assert is_win(lead)
-    return lead
+    return lead.removeprefix("+")
 
 
 def against_float(name: str, bits: int) -> str:
     return report_study.interval(results_page.points(name, bits))
 
 
-def against_float_without_dropout(bits: int) -> str:
-    gains = results_page.float_without_dropout()
-    return report_study.interval({seed: own - gains[seed] for seed, own in results_page.points("moq_hf", bits).items()})
-
-
 def test_page_one_says_what_was_measured() -> None:
-    text = readme()
-    assert (
-        all(is_noise(against_float("moq_hf", bits)) for bits in (4, 3))
-        and "the difference from float is within the noise" in text
-    )
-    below, dry = against_float("moq_hf", 2), against_float_without_dropout(2)
-    assert below.startswith("-") and dry.startswith("-") and not is_noise(dry)
-    told = f"at 2 bits moq_hf is {below[1:]} points below it, and {dry[1:]} below float without dropout."
-    assert told in text.replace("**", "")
+    text = readme().replace("**", "")
+    four, three, two = (against_float("moq_hf", bits) for bits in results_page.BITS)
+    assert is_noise(four) and not is_noise(three)
+    ten = gain(results_page.NO_DROPOUT, results_page.FLOAT_NO_DROPOUT, (2, 32))
+    told = f"at 3 bits moq_hf is {three} points below it, and at 2 bits {two}, or {ten} over ten seeds."
+    assert f"At 4 bits the difference from float is within the noise; {told.replace('-', '')}" in text
+    lower = on_page_one(results_page.LONG, results_page.FLOAT_NO_DROPOUT, 32)
+    basic = on_page_one(results_page.BASIC._replace(dropout=False), results_page.FLOAT_NO_DROPOUT, 2)
+    assert f"with it float ends {lower[1:]} lower; without it basic QAT ends at {basic} at 2 bits." in text
     basic, same_scales = (ahead_of(name, 2) for name in ("basic QAT", "rounding"))
     assert is_win(basic) and is_win(same_scales)
-    told = f"it leads basic QAT by {basic} points, or {ahead_of_basic_without_dropout()} if that has no dropout either"
-    told += f" (three seeds), rounding with the same scales by {same_scales},"
+    told = f"it leads basic QAT by {basic} points, or {ahead_of_basic_without_dropout()} if that has no dropout either,"
+    told += f" rounding with the same scales by {same_scales},"
     assert told.replace("+", "") in text
     assert all(is_noise(ahead_of(GROUPS_OF_32, bits)) for bits in (4, 3))
     assert "At 4 and 3 bits rounding a finished model is within the noise of it" in text
     grouped = ahead_of(GROUPS_OF_32, 2)
-    assert is_noise(grouped) == ("its lead is within the noise" in text)
-    assert is_noise(grouped) or f"and rounding in groups of 32 by {grouped.removeprefix('+')}." in text
+    assert is_win(grouped) and f"and rounding in groups of 32 by {grouped.removeprefix('+')}." in text
     lost = [row for row in results_page.other_tasks()[1:] if float(row[5].split(" ")[0]) > float(row[4].split(" ")[0])]
     assert "On two token-level tasks float first, with dropout throughout, gained nothing." in text and [
         row[:2] for row in lost
@@ -570,11 +565,15 @@ def test_what_the_guides_promise_is_what_was_measured() -> None:
     for row, bits in enumerate((4, 3, 2)):
         cells = " | ".join(of[name][row] for name in ("rounding", GROUPS_OF_32, "basic QAT", "moq_hf"))
         assert re.search(rf"\| {bits} \| all three \| [\d.]+ \| {re.escape(cells)} \|", figures)
-    ours, basic, grouped = (of[name] for name in ("moq_hf", "basic QAT", GROUPS_OF_32))
-    assert all(map(is_noise, ours[:2])) and not any(map(is_noise, basic[:2]))
-    assert "training with `float_first` ends within the noise of float, training without it does not" in guide
-    assert all(-1.5 < float(each.split(" ")[0]) < 0 for each in grouped[:2])
-    assert "in groups of 32, by `quantize_model(model, MoQConfig.load(" in guide and "costs about a point." in guide
+    ours, basic = of["moq_hf"], of["basic QAT"]
+    points = {name: [float(each.split(" ")[0]) for each in of[name]] for name in of}
+    assert is_noise(ours[0]) and all(points["basic QAT"][row] < points["moq_hf"][row] for row in (0, 1))
+    told = (
+        f"ends within the noise of float at 4 bits and {-points['moq_hf'][1]} points below it at 3; training without it"
+    )
+    assert f"{told} loses more." in guide and not any(map(is_noise, basic[:2]))
+    assert all(-1 < each < 0 for each in points[GROUPS_OF_32][:2])
+    assert "in groups of 32, by `quantize_model(model, MoQConfig.load(" in guide and "costs less than a point." in guide
     assert all(is_win(ahead_of(name, 2)) for name in ("basic QAT", "rounding", GROUPS_OF_32))
     assert "`float_first`, which loses less than basic QAT and less than rounding, even in groups of 32." in guide
     (fall,) = (row for row in results_page.arms() if row[0] == "bits that fall from 8" and row[4])
