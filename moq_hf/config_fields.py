@@ -215,12 +215,8 @@ class DistillationConfig:
     # Logits, hidden, labels and dropout as docs/results/recipes.md has them.
     labels: Annotated[Weight, key("weight of the task's own loss")] = 1.0
     dropout: Annotated[
-        Flag | None,
-        key(
-            "train with dropout in a float phase and beside a teacher; null: in the float phase alone, and only if the "
-            "target, or a budget's largest choice, is above 2 bits"
-        ),
-    ] = None
+        Flag, key("train with dropout in a float phase and beside a teacher")
+    ] = False
 
 
 @checked
@@ -575,16 +571,6 @@ class ConfigFields:
     def targets(self) -> tuple[int, ...]:
         """The bits that a block may end with, ascending: one number without a budget."""
         return (self.bits,) if isinstance(self.bits, int) else self.bits.choices
-
-    @property
-    def float_dropout(self) -> bool:
-        """Whether the float phase of `float_first` has dropout; its default is from docs/results/recipes.md.
-
-        >>> ConfigFields(bits=3).float_dropout, ConfigFields(bits=2).float_dropout
-        (True, False)
-        """
-        given = self.distillation.dropout
-        return self.targets[-1] > 2 if given is None else given
 
     @property
     def target_in_words(self) -> str:

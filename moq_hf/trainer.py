@@ -79,10 +79,9 @@ class MoQTrainer(Trainer):
             True is half of them. The float model is then evaluated, saved in the folder
             `float` of the output folder, and is start and teacher of what follows: the
             schedule of `moq_config` in the rest of the steps, with the learning rate's
-            schedule and the optimizer's state begun anew. Above 2 bits only the float
-            phase has dropout, at 2 bits and 1 neither has it, unless
-            `distillation.dropout` says otherwise. The config's `schedule_offset` is not
-            read.
+            schedule and the optimizer's state begun anew. Neither phase has
+            dropout, unless `distillation.dropout` is true. The config's
+            `schedule_offset` is not read.
         **kwargs: What `Trainer` takes.
 
     Raises:
@@ -323,8 +322,8 @@ class MoQTrainer(Trainer):
             moq = cast(MoQCallback, self.moq)
             self._tell(
                 f"float first: the model trains in float up to step {moq.offset(self.state):,}"
-                f"{self._switch_off_dropout(moq.config.float_dropout)}; it is then kept in {phase.folder}, as start "
-                "and teacher of the quantized rest"
+                f"{self._switch_off_dropout()}; it is then kept in {phase.folder}, as start and teacher of the "
+                "quantized rest"
             )
             return
         phase.go_on()
@@ -354,12 +353,12 @@ class MoQTrainer(Trainer):
             return
         config = cast(MoQCallback, self.moq).config.distillation
         self._tell(
-            f"{text} the loss is {loss_in_words(config)}{self._switch_off_dropout(bool(config.dropout))}"
+            f"{text} the loss is {loss_in_words(config)}{self._switch_off_dropout()}"
         )
 
-    def _switch_off_dropout(self, stays: bool) -> str:
-        """Switch it off unless it `stays`; returns what a message adds about that where the model has any."""
-        if not stays:
+    def _switch_off_dropout(self) -> str:
+        """Switch it off unless the config keeps it; returns what a message adds about that if the model has any."""
+        if not cast(MoQCallback, self.moq).config.distillation.dropout:
             self._dropped += switch_off_dropout(self._student)
         return "; dropout is off" if self._dropped else ""
 
