@@ -6,6 +6,9 @@ INSTALLED := $(VENV)/.installed
 MEASUREMENTS := step_time sizes
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
 
+# Python compiles what is imported, once, instead of pip all that is installed, which takes a minute.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DELETE_ON_ERROR:
 .PHONY: help demo test check bench gpu ptx clean
 
@@ -51,6 +54,6 @@ $(INSTALLED): constraints.txt setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moq_hf needs Python 3.11 or newer: make PYTHON=<path>")'
 	@echo "Installing into $(VENV), once: this takes a few minutes"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install --constraint constraints.txt setuptools torch
-	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@$(PIP) install --no-compile --constraint constraints.txt setuptools torch
+	@$(PIP) install --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@

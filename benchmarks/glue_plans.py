@@ -209,12 +209,12 @@ def no_dropout(bits: int, groups: str = FULL, name: str = "basic QAT, float firs
 
 # Float of as many steps, also rounded, and float first with dropout in its float phase alone.
 ROUNDED = replace(LONG, after=(4, 3, 2), after_groups=LOW_GRIDS[1:])
-AS_IT_IS = (ROUNDED, *(replace(taught(bits), dropout=False) for bits in (2, 4, 3)))
+HALF_DROPOUT = (ROUNDED, *(replace(taught(bits), dropout=False) for bits in (2, 4, 3)))
 
 # Float first at the learning rate of float in both halves.
 SLOWER = replace(finished(2), name=no_dropout(2).name, warm_times=1, dropout=False, warm_dropout=False)
 
-TRIED_ON_A_GPU = (1, 2)  # Seeds of the plans "gpu" and "gpu variants".
+TRIED_ON_A_GPU = (1, 2)  # Seeds of the plan "gpu".
 PLANS = {
     # Float first, at equal total steps: grids, schedules, and what there is without a float phase.
     "recipes": Plan(
@@ -264,9 +264,10 @@ PLANS = {
         ),
         seeds=(1, 2, 3, 4),
     ),
-    # Page one's: the first two seeds are those of the plan "gpu".
-    "float32": Plan((*AS_IT_IS, replace(LONG, dropout=False), no_dropout(2)), seeds=(3, 4, 5)),
-    "no dropout": Plan((no_dropout(4), no_dropout(3)), ("sst2", "cola")),
+    # Dropout in the float half, further seeds of it.
+    "float32": Plan(
+        (*HALF_DROPOUT, replace(LONG, dropout=False), *(no_dropout(bits) for bits in (2, 4, 3))), seeds=(3, 4, 5)
+    ),
     "searches": Plan((no_dropout(2, SEARCHED_MORE), no_dropout(2, SEARCHED_ONCE)), ("sst2", "cola"), (1, 2, 3)),
     "basic": Plan((replace(all_steps(2), dropout=False),), seeds=(3, 4, 5)),
     "mrpc rates": Plan((SLOWER, replace(no_dropout(2), learning_rate=1e-4)), ("mrpc",), (1,)),
@@ -287,28 +288,29 @@ PLANS = {
         bf16=True,
         gpu=True,
     ),
+    # What else might help it at 2 bits.
     "gpu": Plan(
         (
-            *AS_IT_IS,
+            *HALF_DROPOUT,
             *(shared(bits, 0.75) for bits in (2, 3, 4)),
             replace(LONG, dropout=False),
-            *(all_steps(bits) for bits in (2, 3, 4)),
             replace(finished(2), dropout=False),
+            no_dropout(2),
+            without("labels", "no labels"),
+            *(taught(2, dropout=False, learning_rate=rate) for rate in (4e-4, 2e-4, 1e-4)),
         ),
+        seeds=TRIED_ON_A_GPU,
         bf16=True,
         gpu=True,
     ),
     # Page one's. They decided one default: no dropout in the float half at 4 and 3 bits.
     "fresh": Plan(
         (
-            ROUNDED,
+            *HALF_DROPOUT,
             replace(ROUNDED, dropout=False),
-            no_dropout(2),
-            *(replace(taught(bits), dropout=False) for bits in (4, 3)),
+            *(no_dropout(bits) for bits in (2, 4, 3)),
             *(all_steps(bits) for bits in (2, 4, 3)),
             replace(all_steps(2), dropout=False),
-            *(no_dropout(bits) for bits in (4, 3)),
-            replace(taught(2), dropout=False),
         ),
         seeds=(6, 7, 8, 9, 10),
         bf16=True,
@@ -318,17 +320,6 @@ PLANS = {
         (no_dropout(1), no_dropout(1, name="MoQ 2 by 0.3, float first", start=2)),
         ("sst2",),
         seeds=(6, 7, 8),
-        bf16=True,
-        gpu=True,
-    ),
-    # What else might help it at 2 bits.
-    "gpu variants": Plan(
-        (
-            taught(2),
-            no_dropout(2),
-            without("labels", "no labels"),
-            *(taught(2, dropout=False, learning_rate=rate) for rate in (4e-4, 2e-4, 1e-4)),
-        ),
         bf16=True,
         gpu=True,
     ),

@@ -348,7 +348,7 @@ class MoQTrainer(Trainer):
             )
 
     def _begin_following(self, text: str) -> None:
-        """If there is a teacher by now, train without dropout, and say what the loss is made of."""
+        """If there is a teacher by now, drop dropout unless the config keeps it, and say what the loss is made of."""
         if self._teacher is None:
             return
         config = cast(MoQCallback, self.moq).config.distillation
