@@ -130,11 +130,11 @@ def first_page() -> list[list[Any]]:
 
 def equal_steps() -> list[list[Any]]:
     """Points against float of as many steps, a task and a number of bits a line."""
-    found: list[list[Any]] = [["bits", "task", "float", *RECIPES]]
+    found: list[list[Any]] = [["bits", "task: float", *RECIPES]]
     for bits in BITS:
         for name, tasks in SETS.items():
             cells = [interval(points(each, bits, tasks)) for each in RECIPES]
-            found.append([bits, name, f"{mean(on_a_gpu(tasks, FLOAT_NO_DROPOUT)):.1f}", *cells])
+            found.append([bits, f"{name}: {mean(on_a_gpu(tasks, FLOAT_NO_DROPOUT)):.1f}", *cells])
     return found
 
 
@@ -155,14 +155,16 @@ def rates() -> list[list[Any]]:
 
 def grids() -> list[list[Any]]:
     """The same float models rounded on each grid, in points against them, on the mean of three tasks."""
-    found: list[list[Any]] = [["scales", "search", *(f"{bits} bits" for bits in BITS)]]
-    reference = average(ALL, LONG)
-    for name in ("per channel, full", *MORE_GRIDS[:2], "groups of 32, full", *MORE_GRIDS[2:]):
-        where, how = name.split(", ")
-        own = [average(ALL, ROUNDED._replace(groups=name), bits) for bits in BITS]
-        search = "mse" if how == "full" else how
-        found.append([where, search, *(paired(each, reference) if len(each) > 1 else "" for each in own)])
+    found: list[list[Any]] = [["scales", *(f"{bits} bits" for bits in BITS)]]
+    for name in ("per channel, full", *MORE_GRIDS[:2], "groups of 32, full"):
+        found.append([name.removesuffix(", full"), *(rounded_to(name, bits) for bits in BITS)])
     return found
+
+
+def rounded_to(groups: str, bits: int) -> str:
+    """Points of a rounded model against the same in float, on the mean of three tasks; nothing of a single seed."""
+    own = average(ALL, ROUNDED._replace(groups=groups), bits)
+    return paired(own, average(ALL, LONG)) if len(own) > 1 else ""
 
 
 def tables_at_8_bits() -> list[float]:
@@ -313,7 +315,7 @@ CHANGES = {
 
 def arms() -> list[list[Any]]:
     """What was tried, in points against what it was held against."""
-    found: list[list[Any]] = [["change", "tasks", "seeds", *(f"{bits} bits" for bits in BITS)]]
+    found: list[list[Any]] = [["change", "tasks; seeds", *(f"{bits} bits" for bits in BITS)]]
     for basis, changes in CHANGES.items():
         found.append([f"**{basis}**", *[""] * (len(found[0]) - 1)])
         for change in changes:
@@ -324,7 +326,7 @@ def arms() -> list[list[Any]]:
             seeds = " to ".join(str(count) for count in sorted({len(each) for each in gains.values()}))
             names = "all" if change.tasks == ALL else ", ".join(TASKS[task] for task in change.tasks)
             cells = [interval(gains[bits]) if bits in gains else "" for bits in BITS]
-            found.append([change.text, names, seeds, *cells])
+            found.append([change.text, f"{names}; {seeds}", *cells])
     return found
 
 
