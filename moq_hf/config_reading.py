@@ -433,7 +433,8 @@ def _unknown_key(name: str, section: str, here: Sequence[str], earlier: int) -> 
     for common in ("enabled", "verbose"):
         del meant[common]
     near = nearest(name, here)
-    if near and name not in meant:
+    # A letter too many is a slip, even where another section has the word as it is.
+    if near and (name not in meant or nearest(name, here, 0.9)):
         return f"{path}: unknown key, did you mean {section}{near}?"
     elsewhere = nearest(name, meant, 0.8)
     if elsewhere:

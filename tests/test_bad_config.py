@@ -244,6 +244,11 @@ CASES: list[tuple[str, Any, list[str]]] = [
         ["overrides.layer.0.bit: unknown key, did you mean overrides.layer.0.bits?"],
     ),
     (
+        "a letter too many, and a keyword elsewhere",
+        with_bits(distillation={"embeddings": 1.0}),
+        ["distillation.embeddings: unknown key, did you mean distillation.embedding?"],
+    ),
+    (
         "two wrong overrides",
         with_bits(overrides={"a": {"bits": 17}, "b": {"group_size": 0}}),
         ["overrides.a.bits: 17 is not legal", "from 1 to 16", "overrides.b.group_size: 0 is not legal"],
