@@ -473,8 +473,16 @@ def _hidden_loss(
     states = []
     for name, mask_name in _STATES.items():
         mask = inputs.get(mask_name) if mask_name else None
-        pairs = zip(student.get(name) or (), teacher.get(name) or (), strict=True)
-        states += [_state_loss(a.float(), b.float(), mask) for a, b in pairs]
+        ours, theirs = student.get(name) or (), teacher.get(name) or ()
+        if len(ours) != len(theirs):
+            raise MoQError(
+                f"distillation: the model gave {len(ours)} hidden states and its teacher {len(theirs)}, as layerdrop "
+                "makes it; leave distillation.dropout false, or set distillation.hidden to 0"
+            )
+        states += [
+            _state_loss(a.float(), b.float(), mask)
+            for a, b in zip(ours, theirs, strict=True)
+        ]
     if not states:
         raise MoQError(
             "distillation: the model's output has no hidden states; set distillation.hidden to 0"

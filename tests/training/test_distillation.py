@@ -248,6 +248,13 @@ def test_a_student_trains_without_dropout_and_has_it_again_afterwards(
     assert not all(torch.equal(tensor, ends[0][name]) for name, tensor in ends[2].items())
 
 
+def test_a_model_that_skipped_a_layer_is_told_what_did_it() -> None:
+    states = tuple(torch.ones(2, 3, 4) for _ in range(3))
+    ours, theirs = ({"hidden_states": each} for each in (states[:2], states))
+    with pytest.raises(MoQError, match=r"2 hidden states and its teacher 3.*leave distillation\.dropout false"):
+        loss_parts(None, ours, theirs, {}, DistillationConfig(logits=0.0, labels=0.0))
+
+
 # They drop units, attention, paths or whole layers, by PyTorch's modules or by numbers of their own.
 @pytest.mark.parametrize(
     "family", ["BERT", "DeBERTa-v2", "ModernBERT", "GPT-2", "T5", "ViT", "BART", "Whisper", "Swin"]

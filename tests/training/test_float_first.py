@@ -31,6 +31,7 @@ CONFIG: dict[str, Any] = {
     "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 0, "deadline": 0.5},
     "quantize_groups": "per_channel",
 }
+WITH_DROPOUT = {**CONFIG, "distillation": {"dropout": True}}
 # Half of the steps are one pass over the data.
 STEPS = 16
 
@@ -197,7 +198,7 @@ def test_the_parts_of_the_loss_are_means_that_add_up(
 
 def resumable(folder: Path, **more: Any) -> MoQTrainer:
     """With dropout and shuffled rows: random numbers count."""
-    return float_first(folder, trainer={"model": new_model()}, train_sampling_strategy="random", **more)
+    return float_first(folder, WITH_DROPOUT, trainer={"model": new_model()}, train_sampling_strategy="random", **more)
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +255,7 @@ class Greedy(MoQTrainer):
 def test_dropout_in_the_float_phase_and_beside_the_teacher(
     share: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = {**CONFIG, "distillation": {"dropout": True}} if share else CONFIG
+    config = WITH_DROPOUT if share else CONFIG
     more: dict[str, Any] = {"auto_find_batch_size": True, "max_steps": 8}
     trainer = float_first(tmp_path, config, kind=Greedy, trainer={"model": new_model()}, **more)
     trainer.train()
@@ -484,7 +485,7 @@ def test_a_model_that_cannot_be_its_own_teacher_is_refused_before_the_first_step
 def test_the_first_step_is_that_of_a_float_run(tmp_path: Path) -> None:
     """Whether the model can follow is found out on the way: with dropout too, and accumulated micro-batches."""
     more: dict[str, Any] = {"max_steps": 6, "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant"}
-    one = float_first(tmp_path / "one", trainer={"model": new_model()}, **{**more, "max_steps": 12})
+    one = float_first(tmp_path / "one", WITH_DROPOUT, trainer={"model": new_model()}, **{**more, "max_steps": 12})
     one.train()
     plain = MoQTrainer(new_model(), arguments(tmp_path / "plain", **more), None, rows(32))
     plain.train()
