@@ -270,6 +270,9 @@ PLANS = {
     ),
     "searches": Plan((no_dropout(2, SEARCHED_MORE), no_dropout(2, SEARCHED_ONCE)), ("sst2", "cola"), (1, 2, 3)),
     "basic": Plan((replace(all_steps(2), dropout=False),), seeds=(3, 4, 5)),
+    # Rates that were ahead without dropout with seed 1.
+    "float at 1e-4": Plan((replace(LONG, dropout=False, learning_rate=1e-4),), ("sst2",), (3, 4, 5)),
+    "float at 5e-5": Plan((replace(LONG, dropout=False, learning_rate=5e-5),), ("cola", "mrpc"), (3, 4)),
     "mrpc rates": Plan((SLOWER, replace(no_dropout(2), learning_rate=1e-4)), ("mrpc",), (1,)),
     # Without dropout in the quantized half: where it starts, its groups, and what of the teacher counts.
     "variants": Plan(
