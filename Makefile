@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 MEASUREMENTS := step_time sizes
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
 
-# Python compiles what is imported, once, instead of pip all that is installed, which takes a minute.
+# Python compiles a module when it is first imported; pip would compile all that is installed, which takes a minute.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:

@@ -264,7 +264,7 @@ PLANS = {
         ),
         seeds=(1, 2, 3, 4),
     ),
-    # Dropout in the float half, further seeds of it.
+    # Float first with dropout in its float half and without, on CPUs.
     "float32": Plan(
         (*HALF_DROPOUT, replace(LONG, dropout=False), *(no_dropout(bits) for bits in (2, 4, 3))), seeds=(3, 4, 5)
     ),
@@ -291,7 +291,7 @@ PLANS = {
         bf16=True,
         gpu=True,
     ),
-    # What else might help it at 2 bits.
+    # What else might help float first at 2 bits.
     "gpu": Plan(
         (
             *HALF_DROPOUT,
@@ -306,7 +306,7 @@ PLANS = {
         bf16=True,
         gpu=True,
     ),
-    # Page one's. They decided one default: no dropout in the float half at 4 and 3 bits.
+    # Page one's. Of the defaults these runs decided one: no dropout in the float half at 4 and 3 bits.
     "fresh": Plan(
         (
             *HALF_DROPOUT,

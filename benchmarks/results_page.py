@@ -161,7 +161,7 @@ def at_other_rates() -> dict[int, float]:
 
 
 def grids() -> list[list[Any]]:
-    """The same float models rounded on each grid, in points against them, on the mean of three tasks."""
+    """Float models with dropout rounded on each grid, in points against them, on the mean of three tasks."""
     found: list[list[Any]] = [["scales", *(f"{bits} bits" for bits in BITS)]]
     for name in ("per channel, full", *MORE_GRIDS[:2], "groups of 32, full"):
         found.append([name.removesuffix(", full"), *(rounded_to(name, bits) for bits in BITS)])
@@ -241,7 +241,6 @@ CHANGES = {
         Change("narrow ranges: ternary", at(taught(groups="per channel"), 2)),
         Change("groups of 64", at(taught(groups="groups of 64, full"), 2), TWO),
         Change("no dropout beside the teacher", at(HALF_DROPOUT_ON_CPU, 2), TWO, in_float32(MOQ_HF)),
-        Change("half of the steps", at(taught(", half the steps", times=0.5), 2), TWO),
     ),
     "the recipe with dropout in its float half": (
         Change(

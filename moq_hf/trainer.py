@@ -348,7 +348,7 @@ class MoQTrainer(Trainer):
             )
 
     def _begin_following(self, text: str) -> None:
-        """If there is a teacher by now, drop dropout unless the config keeps it, and say what the loss is made of."""
+        """If there is a teacher by now, say what the loss is made of, and switch off dropout."""
         if self._teacher is None:
             return
         config = cast(MoQCallback, self.moq).config.distillation
