@@ -74,8 +74,7 @@ def test_one_quantization_per_layer_and_forward_pass(
     assert len(calls) == layers
 
 
-@pytest.mark.parametrize("make", [stock, moq])
-@pytest.mark.parametrize("config", [CONFIG, STOCHASTIC, BLEND])
+@pytest.mark.parametrize(("make", "config"), [(stock, CONFIG), (moq, STOCHASTIC), (moq, BLEND)])
 def test_a_resumed_run_is_an_uninterrupted_one(make: Any, config: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
     whole = weights(trained(make(tmp_path / "whole", config, **settings)))

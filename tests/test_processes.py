@@ -25,7 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 ERRORS = ["config", "bits", "skipped"]
 JOBS = [
     "ddp/activations",
-    "ddp/budget",
     "ddp/eigenvalues_stochastic",
     *(f"ddp/error/{case}" for case in ERRORS),
     "ddp/gptq",
@@ -33,7 +32,6 @@ JOBS = [
     "ddp/float_first",
     "ddp/lora",
     "fsdp2/dora",
-    "fsdp2/float_first",
     "fsdp2/resume/float_first_adamw",
     "fsdp2/budget",
     "fsdp2/nearest",

@@ -30,7 +30,8 @@ from driver import Device, pretending
 from machine import Fault
 from triton.backends.compiler import GPUTarget
 
-ARCHITECTURES = (80, 90, 100, 120)
+# The oldest and the newest; `make ptx` has those between.
+ARCHITECTURES = (80, 120)
 LAUNCH = {"ratio": None, "seed": quantizer.RoundingSeed(), "blend": 0.0, "dtype": torch.bfloat16}
 
 

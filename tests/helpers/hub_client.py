@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, BertForSequenceClas
 from moq_hf import MoQTrainer, verify_quantized
 
 IDS = torch.arange(5, 26).view(3, 7)
-STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
+STRATEGIES = ("end", "checkpoint", "all_checkpoints")
 
 
 def trained(folder: Path, **settings: Any) -> MoQTrainer:

@@ -53,7 +53,6 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
     ("strategy", "folders"),
     [
         ("end", set()),
-        ("every_save", set()),
         ("checkpoint", {"last-checkpoint"}),
         ("all_checkpoints", {"checkpoint-5", "checkpoint-10", "checkpoint-11"}),
     ],
