@@ -95,15 +95,15 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     assert counts == {5} and {line["machine"]["gpu"] for line in fresh} == {"NVIDIA H100 80GB HBM3"}
     assert "on one H100 in bfloat16:" in text and all(line["bf16"] for line in fresh)
     four, three, two = (ahead_of(GROUPS_OF_32, bits) for bits in (4, 3, 2))
-    assert is_noise(four) and is_noise(three) and f"`float_first` does not lead that ({four} and {three})." in text
+    assert is_noise(four) and is_noise(three) and f"does not beat groups of 32 ({four} and {three})." in text
     basic, grouped = (ahead_of(name, 2, "sst2") for name in ("basic QAT", GROUPS_OF_32))
-    told = f"SST-2 alone shows no lead of basic QAT and groups of 32 ({basic} and {grouped})".replace("+", "")
+    told = f"SST-2 alone shows no lead over basic QAT or groups of 32 ({basic} and {grouped})".replace("+", "")
     assert is_noise(basic) and is_noise(grouped) and told in text
     groups = [
         report_study.paired(results_page.points(GROUPS_OF_32, bits), results_page.points("rounding", bits))
         for bits in (4, 3)
     ]
-    assert f"and in the first table by {groups[0]} and {groups[1].removeprefix('+')};" in text
+    assert f"in the first table they differ by {groups[0]} and {groups[1].removeprefix('+')};" in text
     tried = {
         (line["warm"], line["learning_rate"]): report_study.score(line["metrics"])
         for line in report_study.lines()
@@ -113,7 +113,7 @@ def test_what_recipes_say_outside_of_their_tables() -> None:
     }
     gains = [f"{each:.1f}" for each in results_page.at_other_rates().values()]
     told = f"and gain {gains[0]} and {gains[1]} on the mean of the tasks with seeds 3 and 4."
-    assert told in text and f"those best without it gain {max(gains)} on two more seeds." in readme()
+    assert told in text and f"the best ones without it gain {max(gains)} on two other seeds." in readme()
     own, slower, second = (tried[rates] for rates in ((2e-4, 2e-4), (1e-4, 1e-4), (2e-4, 1e-4)))
     told = f"with seed 1 moq_hf has {own:.1f} there at 2 bits, {slower:.1f} at 1e-4, and {second:.1f} with 1e-4 in the"
     assert len(tried) == 3 and told in text
@@ -187,7 +187,7 @@ def test_what_tables_at_8_bits_change() -> None:
     changes = results_page.tables_at_8_bits()
     most, mean = max(map(abs, changes)), abs(statistics.fmean(changes))
     told = (
-        f"8 bits moved them by {most:.1f} points at most in {len(changes)} rounded models, and by {mean:.1f} on average"
+        f"8 bits moved the scores of {len(changes)} rounded models by {mean:.1f} points on average, {most:.1f} at most"
     )
     assert told in readme()
 
@@ -204,20 +204,20 @@ def test_what_is_said_of_other_tasks() -> None:
     assert f"with dropout it lost to it at 3 bits, by {lost.removeprefix('-')}." in text
     assert not is_noise(lost) and all(map(is_noise, others))
     three, two = (lead_of("float first, no dropout", "basic QAT", "roles", bits) for bits in (3, 2))
-    assert is_noise(three) and is_noise(two) and f"does not lead basic QAT ({three} and {two})" in text
+    assert is_noise(three) and is_noise(two) and f"does not beat basic QAT ({three} and {two})" in text
     longer, grid = "float, as many steps", "2, groups of 32, full"
     led = lead_of("float first, no dropout", longer, "roles", 2, grid).removeprefix("+")
-    assert is_win(led) and f"At 2 bits it leads rounding on roles by {led};" in text
+    assert is_win(led) and f"At 2 bits it beats rounding there by {led};" in text
     assert all(is_noise(lead_of(arm, longer, "spans", 2, grid)) for arm in ("basic QAT", "float first, basic QAT"))
-    told = f"leads rounding in groups of 32 at 2 bits by {led}, but not basic QAT ({two.removeprefix('+')});"
-    assert told in readme() and "float first did not lead basic QAT for all steps" in which_preset()
+    told = f"On token classification it beats rounding in groups of 32 by {led}, but not basic QAT"
+    assert f"{told} ({two.removeprefix('+')});" in readme() and "float first did not beat basic QAT." in which_preset()
 
 
 def test_what_recipes_say_of_grids() -> None:
     text, rounding = results_text("recipes"), results_page.ROUNDED_32
     grid = {name: rounding._replace(groups=name) for name in glue_plans.GROUPS}
     led = [lead(bits, rounding, grid["per channel, full"]) for bits in (4, 3)]
-    assert f"Groups of 32 lead a scale per channel by {led[0]} at 4 bits and {led[1]} at 3".replace("+", "") in text
+    assert f"Groups of 32 beat a scale per channel by {led[0]} at 4 bits and {led[1]} at 3".replace("+", "") in text
     assert not any(map(is_noise, led))
     assert all(is_noise(lead(3, grid[f"groups of {size}, full"], grid["per channel, full"])) for size in (64, 128))
     assert all(
@@ -505,7 +505,7 @@ def test_the_presets_for_low_bits_are_what_was_measured(preset: str, bits: int) 
     # Full is what "auto" is at these bits, no period counts where bits do not fall, and tables were in float.
     assert wanted.range == "full" and bits <= MOST_FULL_BITS
     assert MoQConfig.load(preset) == replace(wanted, range="auto", period="auto", embeddings="auto")
-    assert "scores were measured with tables in float" in readme()
+    assert "scores are with float tables" in readme()
 
 
 def which_preset() -> str:
@@ -552,20 +552,21 @@ def against_float(name: str, bits: int) -> str:
 
 def test_page_one_says_what_was_measured() -> None:
     text = readme().replace("**", "")
-    assert f"moq_hf is {against_float('moq_hf', 2).removeprefix('-')} points below float." in text
-    told = "which helped to choose the defaults, moq_hf is {}, {} and {} below float at 4, 3 and 2 bits."
-    assert told.format(*(each.removeprefix("-") for each in ends_of_all_seeds())) in text
+    assert f"moq_hf ends {against_float('moq_hf', 2).removeprefix('-')} points below float." in text
     lower = on_page_one(results_page.LONG, results_page.FLOAT_NO_DROPOUT, 32)
-    assert f"Only basic QAT has dropout: with it float ends {lower[1:]} lower." in text
+    assert f"Only basic QAT has dropout, which costs float {lower[1:]}." in text
     basic, per_channel, grouped = (ahead_of(name, 2) for name in ("basic QAT", "rounding", GROUPS_OF_32))
     assert is_win(basic) and is_win(per_channel) and is_win(grouped)
-    told = f"It leads basic QAT by {basic}, or {ahead_of_basic_without_dropout()} if that has no dropout either,"
-    told += f" rounding per channel by {per_channel}, and rounding in groups of 32 by {grouped}; the first and the last"
+    told = f"It beats basic QAT by {basic} ({ahead_of_basic_without_dropout()} when neither has dropout),"
+    told += f" rounding per channel by {per_channel}, and rounding in groups of 32 by {grouped}; on SST-2 alone"
+    told += " it beats neither basic QAT nor groups of 32."
     assert told.replace("+", "") in text
     alone = [ahead_of(name, 2, "sst2") for name in ("basic QAT", "rounding", GROUPS_OF_32)]
     assert [is_noise(each) for each in alone] == [True, False, True]
     assert all(is_noise(ahead_of(name, bits)) for name in ("rounding", GROUPS_OF_32) for bits in (4, 3))
-    assert "At 4 and 3 bits round a finished model, in groups or not: that is within the noise of training it" in text
+    assert "At 4 and 3 bits, round a finished model: training did no better." in text
+    four = against_float("rounding", 4)
+    assert f"loses nothing that we could measure ({four} points)." in text and is_noise(four)
 
 
 def test_what_the_guides_promise_is_what_was_measured() -> None:
@@ -575,10 +576,14 @@ def test_what_the_guides_promise_is_what_was_measured() -> None:
     for row, bits in enumerate((4, 3, 2)):
         cells = " | ".join(of[name][row] for name in ("rounding", GROUPS_OF_32, "basic QAT", "moq_hf"))
         assert re.search(rf"\| {bits} \| all three: [\d.]+ \| {re.escape(cells)} \|", figures)
-    four, three, _ = of[GROUPS_OF_32]
-    assert f"and `save_quantized`: {four} and {three} points." in guide
-    assert "Training with `float_first` does not lead that, and training without it loses more." in guide
-    assert all(is_noise(ahead_of(GROUPS_OF_32, bits)) and is_win(ahead_of("basic QAT", bits)) for bits in (4, 3))
+    four, three, _ = of["rounding"]
+    assert f'`quantize_model(model, "w4")` and `save_quantized`: {four} points.' in guide
+    grouped = of[GROUPS_OF_32][1]
+    told = f"loses {three} points, and {grouped} with `group_size=32`, which makes the folder as large as at 4 bits."
+    assert told.replace("-", "") in guide
+    assert "Training with `float_first` is no better, and training without it loses more." in guide
+    assert is_noise(ahead_of("rounding", 4)) and is_noise(ahead_of(GROUPS_OF_32, 3))
+    assert all(is_win(ahead_of("basic QAT", bits)) for bits in (4, 3))
     assert all(is_win(ahead_of(name, 2)) for name in ("basic QAT", "rounding", GROUPS_OF_32))
     assert "`float_first`, which loses less than basic QAT and less than rounding, even in groups of 32." in guide
     (fall,) = (row for row in results_page.arms() if row[0] == "bits that fall from 8" and row[3])

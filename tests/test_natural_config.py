@@ -46,6 +46,14 @@ def test_a_preset_is_its_name(name: str) -> None:
     assert MoQCallback(name).config == MoQConfig.load(name)
 
 
+@pytest.mark.parametrize("name", ["lm-w4", "moq", "auto"])
+def test_a_model_that_is_rounded_has_the_bits_of_the_target(name: str, tiny_bert: Any) -> None:
+    """Nothing would lower those at which training starts."""
+    config = MoQConfig.load(name)
+    layers = quant_layers(quantize_model(tiny_bert, name))
+    assert {layer.moq.bits for layer in layers.values()} == {config.bits} != {config.start_bits}
+
+
 def test_presets_with_keywords_on_top() -> None:
     config = MoQCallback("w4", embeddings=8, start_bits=8, prove=False).config
     assert (config.bits, config.start_bits, config.embeddings, config.prove) == (4, 8, 8, False)

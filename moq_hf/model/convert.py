@@ -27,11 +27,11 @@ from .selection import grid_of, take_inventory
 def quantize_model(
     model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
 ) -> nn.Module:
-    """Make the linear layers of `model`, and what else the config names, quantized ones, at its `start_bits` at once.
+    """Make the linear layers of `model`, and what else the config names, quantized ones, at their target bits.
 
-    Changes the model in place. Layers that the config leaves out are plain float layers
-    afterwards, also if an earlier call quantized them. With `enabled: false` that is all
-    of them.
+    Changes the model in place. `start_bits` is for a Trainer, which lowers the bits as
+    it trains. Layers that the config leaves out are plain float layers afterwards, also
+    if an earlier call quantized them. With `enabled: false` that is all of them.
 
     In a loop without a callback each call of `model.train()` counts as an optimizer
     step, as before each step of a Trainer: stochastic rounding draws anew, ranges of
@@ -67,7 +67,7 @@ def quantize_model(
     inventory = take_inventory(model, config)
     layers, embeddings = prepare_model(inventory, config)
     for name, layer in layers.items():
-        layer.set_bits(config.of(name).start_bits)
+        layer.set_bits(config.of(name).targets[0])
     for table in embeddings.values():
         table.moq.bits = inventory.table_bits or FLOAT_BITS
     try:

@@ -37,10 +37,15 @@ MODELS: dict[str, Any] = {
 }
 
 
-def saved(folder: Path, family: str, name: str, dtype: torch.dtype = torch.bfloat16, **config: Any) -> Any:
-    """The model, whose files were loaded and gave its outputs."""
+def saved(
+    folder: Path, family: str, name: str, dtype: torch.dtype = torch.bfloat16, at_8_bits: str = "nothing", **config: Any
+) -> Any:
+    """The model, whose files were loaded and gave its outputs; some layers, by what their names contain, at 8 bits."""
     hf.set_seed(0)
     model = quantize_model(MODELS[family]().to(dtype), {"quantize_format": name, **config})
+    for layer_name, layer in quant_layers(model).items():
+        if at_8_bits in layer_name:
+            layer.set_bits(8)
     save_quantized(model, folder, inputs={"input_ids": IDS})
     return model
 
@@ -128,21 +133,15 @@ def test_what_transformers_does_not_load_packed_is_floats_on_the_grid(
 def test_blocks_of_eight_bits_beside_a_format(tmp_path: Path) -> None:
     """As a schedule leaves them while it falls: where all have one scheme, those in the format are floats."""
     for dtype, floats in ((torch.bfloat16, set()), (torch.float32, {"0"})):
-        hf.set_seed(0)
-        model = quantize_model(MODELS["Llama"]().to(dtype), {"quantize_format": "mxfp4"})
-        for name, layer in quant_layers(model).items():
-            if "layers.1" in name:
-                layer.set_bits(8)
-        folder = save_quantized(model, tmp_path / str(dtype), inputs={"input_ids": IDS})
-        found = verify_quantized(folder, model)
+        model = saved(tmp_path / str(dtype), "Llama", "mxfp4", dtype, at_8_bits="layers.1")
+        found = verify_quantized(tmp_path / str(dtype), model)
         assert found.proof is not None and found.proof.agrees
         assert {n.split(".")[2] for n, layer in found.layers.items() if layer.stored == "dense"} == floats
 
 
 def test_experts_of_eight_bits_beside_experts_in_a_format(tmp_path: Path) -> None:
     """All packed experts have one scheme in the files, so that these are floats until the last drop."""
-    override = {"overrides": {"*.layers.0.mlp.experts.*": {"start_bits": 8}}}
-    model = saved(tmp_path, "Mixtral", "mxfp4", **override)
+    model = saved(tmp_path, "Mixtral", "mxfp4", at_8_bits="layers.0.mlp.experts")
     found = verify_quantized(tmp_path, model)
     assert found.proof is not None and found.proof.agrees
     stored = {(layer.stored, layer.format) for n, layer in found.layers.items() if "experts" in n}
@@ -151,7 +150,7 @@ def test_experts_of_eight_bits_beside_experts_in_a_format(tmp_path: Path) -> Non
 
 
 def test_experts_of_gpt_oss_that_are_not_all_in_mxfp4(tmp_path: Path) -> None:
-    model = saved(tmp_path, "GPT-OSS", "mxfp4", overrides={"*.layers.0.*": {"start_bits": 8}})
+    model = saved(tmp_path, "GPT-OSS", "mxfp4", at_8_bits="layers.0.")
     found = verify_quantized(tmp_path, model)
     assert found.state["layout"] == "mxfp4" and found.proof is not None and found.proof.agrees
     stored = {name: layer.stored for name, layer in found.layers.items() if "experts" in name}
