@@ -341,7 +341,6 @@ VARIATIONS = {
     "4e-4 there": quantized_at(4e-4),
     "no labels": taught(", no labels", dropout=False),
     "three quarters in float": taught(", 0.75 of the steps in float", times=0.5, dropout=False),
-    "from the float model": FINISHED._replace(dropout=False),
 }
 
 

@@ -133,9 +133,7 @@ def test_what_is_said_of_dropout() -> None:
     ours = results_page.MOQ_HF
     cola, sst2, both = (gains_without_dropout(ours, *tasks) for tasks in (("cola",), ("sst2",), results_page.TWO))
     assert is_win(cola) and is_win(both) and is_noise(sst2)
-    cola, both = cola.removeprefix("+"), both.removeprefix("+")
-    told = f"CoLA gains {cola} points, SST-2 does not differ ({sst2}), and both together gain {both}"
-    assert f"{told} (four seeds, in float32)." in results_text("recipes")
+    assert f"CoLA gains {cola.removeprefix('+')} points, SST-2 nothing ({sst2})." in results_text("recipes")
 
 
 def gain(
@@ -360,6 +358,16 @@ def test_what_speed_says_outside_of_its_tables() -> None:
     least, most = min(map(min, plain)), max(map(max, plain))
     assert f"{100 * least - 100:.0f} to {100 * most - 100:.0f} % longer" in text
     assert f"up to {100 * max(stochastic) - 100:.0f} % with stochastic rounding" in text
+    seconds: dict[str, dict[Any, float]] = {}
+    for line in report_study.lines():
+        key = line["task"], line["seed"]
+        half = glue_plans.EPOCHS[line["task"]] == line["epochs"] and line["learning_rate"] == glue_plans.RATES[key[0]]
+        if half and line.get("dropout") is False and not line.get("bf16") and line["bits"] in (2, 32):
+            seconds.setdefault(f"{line['arm']}, {line['groups']}", {})[key] = line["cpu_seconds"]
+    floats, taught = seconds["float, 8 blocks"], seconds[f"{results_page.NO_DROPOUT.arm}, per channel, full"]
+    both = [taught[key] / floats[key] for key in taught if key in floats and key[1] in (3, 4, 5)]
+    told = f"took {min(both):.1f} to {max(both):.1f} times as long as the float half (MiniLM on CPUs, nine runs)"
+    assert len(both) == 9 and told in text
 
 
 def figures(section: str, name: str = "gpu") -> dict[str, Any]:
