@@ -403,6 +403,22 @@ def test_what_is_said_of_a_gpu() -> None:
     assert devices == {"NVIDIA H100 80GB HBM3"} and "that is fixed, and all of them pass." in text
 
 
+def test_what_is_said_of_a_model_that_was_finished_in_float() -> None:
+    """Three seeds on CPUs; the other ways are those of as many steps as the float model has."""
+    ways = (results_page.FINISHED_NO_DROPOUT, results_page.FLOAT_NO_DROPOUT, results_page.NO_DROPOUT)
+    after, before, ours = (
+        report_study.average(results_page.ALL, results_page.in_float32(each), bits)
+        for each, bits in zip(ways, (2, 32, 2), strict=True)
+    )
+    assert len(after) == 3
+    lost, gained = report_study.paired(after, before), report_study.paired(after, ours)
+    told = (
+        f"as the teacher, end {lost.removeprefix('-')} points below it at 2 bits ({gained} against float first, three"
+    )
+    assert told in results_text("recipes") and is_noise(gained)
+    assert f"end {lost.removeprefix('-')} points below that model" in which_preset()
+
+
 def test_what_is_said_of_variations_on_a_gpu() -> None:
     text, rows = results_text("recipes"), results_page.variations()[1:]
     assert {cell.count(";") for row in rows for cell in row[1:] if cell} == {1} and "two seeds: points" in text
