@@ -172,7 +172,7 @@ def test_conv1d_becomes_what_it_was() -> None:
     before = model(x)
     kept = dict(model.named_parameters())
     quantize_model(model, CONFIG)
-    assert repr(model[0]) == "QuantConv1D(nf=48, nx=32, bits=6)"
+    assert repr(model[0]) == "QuantConv1D(nf=48, nx=32, bits=4)"
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(copied(x), model(x)) and isinstance(copied[0], QuantConv1D)
     with torch.inference_mode():
