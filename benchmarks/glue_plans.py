@@ -212,10 +212,10 @@ ROUNDED = replace(LONG, after=(4, 3, 2), after_groups=LOW_GRIDS[1:])
 HALF_DROPOUT = (ROUNDED, *(replace(taught(bits), dropout=False) for bits in (2, 4, 3)))
 
 # A float model that is finished already, without dropout.
-DRY_FINISHED = replace(finished(2), name=f"{finished(2).name}, no dropout at all", dropout=False, warm_dropout=False)
+FINISHED_NO_DROPOUT = replace(finished(2), name=f"{finished(2).name}, no dropout at all", dropout=False, warm_dropout=False)
 
 # Float first at the learning rate of float in both halves.
-SLOWER = replace(DRY_FINISHED, name=no_dropout(2).name, warm_times=1)
+SLOWER = replace(FINISHED_NO_DROPOUT, name=no_dropout(2).name, warm_times=1)
 
 TRIED_ON_A_GPU = (1, 2)  # Seeds of the plan "gpu".
 PLANS = {
@@ -273,7 +273,7 @@ PLANS = {
     ),
     "searches": Plan((no_dropout(2, SEARCHED_MORE), no_dropout(2, SEARCHED_ONCE)), ("sst2", "cola"), (1, 2, 3)),
     "basic": Plan((replace(all_steps(2), dropout=False),), seeds=(3, 4, 5)),
-    "finished": Plan((DRY_FINISHED,), seeds=(3, 4, 5)),
+    "finished": Plan((FINISHED_NO_DROPOUT,), seeds=(3, 4, 5)),
     # Rates that were ahead without dropout with seed 1.
     "float at 1e-4": Plan((replace(LONG, dropout=False, learning_rate=1e-4),), ("sst2",), (3, 4, 5)),
     "float at 5e-5": Plan((replace(LONG, dropout=False, learning_rate=5e-5),), ("cola", "mrpc"), (3, 4)),
