@@ -212,7 +212,9 @@ ROUNDED = replace(LONG, after=(4, 3, 2), after_groups=LOW_GRIDS[1:])
 HALF_DROPOUT = (ROUNDED, *(replace(taught(bits), dropout=False) for bits in (2, 4, 3)))
 
 # A float model that is finished already, without dropout.
-FINISHED_NO_DROPOUT = replace(finished(2), name=f"{finished(2).name}, no dropout at all", dropout=False, warm_dropout=False)
+FINISHED_NO_DROPOUT = replace(
+    finished(2), name=f"{finished(2).name}, no dropout at all", dropout=False, warm_dropout=False
+)
 
 # Float first at the learning rate of float in both halves.
 SLOWER = replace(FINISHED_NO_DROPOUT, name=no_dropout(2).name, warm_times=1)

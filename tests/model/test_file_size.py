@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers import LlamaForCausalLM as Llama
 
-from moq_hf import MoQConfig, save_quantized
+from moq_hf import MoQConfig, quantize_model, save_quantized
 from moq_hf.model.convert import prepare_model
 from moq_hf.model.selection import take_inventory
 from moq_hf.model.sizes import FileSize
@@ -91,3 +91,19 @@ def test_files_whose_codes_are_alike_are_named() -> None:
         config, inventory, layers, tables = prepared(model, **more)
         why = FileSize(inventory, layers, tables, config.embeddings).why_alike()
         assert why is not None and words in why
+
+
+def test_what_the_pages_say_of_sizes(tmp_path: Path) -> None:
+    """3 bits in groups of 32 take as much space as 4 bits per channel; in memory, once it has run, as much as float."""
+    # The scales of channels are 32 bits for 768 weights and more.
+    sizes = {"hidden_size": 768, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 3072}
+    files, held = [], []
+    for name, more in (("w4", {}), ("w3", {"group_size": 32})):
+        model = BertForSequenceClassification(BertConfig(vocab_size=60, max_position_embeddings=16, **sizes))
+        plain = sum(value.nbytes for value in model.state_dict().values())
+        folder = save_quantized(quantize_model(model, MoQConfig.load(name, **more)), tmp_path / name)
+        files.append((folder / "model.safetensors").stat().st_size)
+        loaded = BertForSequenceClassification.from_pretrained(folder).eval()
+        loaded(torch.ones(1, 8, dtype=torch.long))
+        held.append(sum(value.nbytes for value in loaded.state_dict().values()) / plain)
+    assert files[1] == pytest.approx(files[0], rel=0.02) and held == pytest.approx([1.0, 1.0], rel=0.02)
