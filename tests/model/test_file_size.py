@@ -106,4 +106,5 @@ def test_what_the_pages_say_of_sizes(tmp_path: Path) -> None:
         loaded = BertForSequenceClassification.from_pretrained(folder).eval()
         loaded(torch.ones(1, 8, dtype=torch.long))
         held.append(sum(value.nbytes for value in loaded.state_dict().values()) / plain)
-    assert files[1] == pytest.approx(files[0], rel=0.02) and held == pytest.approx([1.0, 1.0], rel=0.02)
+    # The scales stay beside the floats.
+    assert files[1] == pytest.approx(files[0], rel=0.02) and held == pytest.approx([1.0, 1 + 1 / 32], rel=0.01)
