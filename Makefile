@@ -10,7 +10,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench gpu ptx clean
+.PHONY: help demo test check bench gpu clean
 
 help:
 	@echo "make demo    fine-tune a small BERT with MoQ on the sample in examples/demo; needs no network after the install"
@@ -18,7 +18,6 @@ help:
 	@echo "make check   ruff, mypy"
 	@echo "make bench   the measurements in benchmarks"
 	@echo "make gpu     tests and measurements on one GPU in 8 minutes, with the libraries of PYTHON; needs no network"
-	@echo "make ptx     the Triton kernel's tests and random cases as the PTX of four GPUs, on a CPU; takes long"
 	@echo "make clean   remove the virtual environment, caches and runs"
 
 demo: $(INSTALLED)
@@ -42,10 +41,6 @@ bench: $(INSTALLED)
 # Of the machine's own Python, which need not be able to install anything.
 gpu:
 	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/gpu.py $(GPU)
-
-# The kernel as it is compiled for GPUs that are not there; make test runs a part of it.
-ptx: $(INSTALLED)
-	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests/helpers $(PY) tests/ptx/measure.py 80 90 100 120
 
 clean:
 	rm -rf $(VENV) runs build dist moq_hf.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

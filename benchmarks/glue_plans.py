@@ -274,7 +274,7 @@ PLANS = {
         (*HALF_DROPOUT, replace(LONG, dropout=False), *(no_dropout(bits) for bits in (2, 4, 3))), seeds=(3, 4, 5)
     ),
     "searches": Plan((no_dropout(2, SEARCHED_MORE), no_dropout(2, SEARCHED_ONCE)), ("sst2", "cola"), (1, 2, 3)),
-    "basic": Plan((replace(all_steps(2), dropout=False),), seeds=(3, 4, 5)),
+    "basic": Plan(tuple(replace(all_steps(bits), dropout=False) for bits in (2, 3, 4)), seeds=(3, 4, 5)),
     "finished": Plan((FINISHED_NO_DROPOUT,), seeds=(3, 4, 5)),
     # Rates that were ahead without dropout with seed 1.
     "float at 1e-4": Plan((replace(LONG, dropout=False, learning_rate=1e-4),), ("sst2",), (3, 4, 5)),

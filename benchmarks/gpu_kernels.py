@@ -127,7 +127,6 @@ def self_test(report: "Report") -> None:
     report.figure("it gives the numbers of plain PyTorch", same, equal=True)
     report.figure("first use, with the compiler", time.perf_counter() - begin, "s", timed=True)
     report.detail("warnings", heard.lines)
-    report.detail("interpreted PTX", report.small)
 
 
 def differs(found: Tensor, expected: Tensor) -> bool:

@@ -34,7 +34,6 @@ def command(small: bool) -> list[str]:
     words = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-W", "default", "-o", "minversion=0"]
     words += ["--continue-on-collection-errors", "--color=no", "--tb=short"]
     if small:
-        # The tests are told by MOQ_PTX that no device is there.
         return [*words, "-p", "no:xdist", str(TESTS / "test_triton_quant.py"), "-k", "shapes"]
     if importlib.util.find_spec("xdist") is not None:
         words += ["--numprocesses", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"]
@@ -53,10 +52,7 @@ def run(report: Report) -> None:
     """All of them, or as many as there is time for."""
     began = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-        environment = {**os.environ, **({"MOQ_PTX": "90"} if report.small else {})}
-        process = subprocess.Popen(
-            command(report.small), stdout=output, stderr=subprocess.STDOUT, cwd=TESTS.parent, env=environment
-        )
+        process = subprocess.Popen(command(report.small), stdout=output, stderr=subprocess.STDOUT, cwd=TESTS.parent)
         try:
             code: int | None = process.wait(timeout=max(1.0, report.left - SPARE))
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Makes the tables of README.md, docs/results and three more pages anew, from the committed results.
+"""Makes the tables of README.md, docs/results and two more pages anew, from the committed results.
 
     python benchmarks/results_page.py
 
@@ -30,7 +30,6 @@ PAGES = (
     *sorted((ROOT / "docs" / "results").glob("*.md")),
     ROOT / "docs" / "guide" / "embeddings.md",
     ROOT / "docs" / "reference" / "formats.md",
-    ROOT / "tests" / "ptx" / "README.md",
 )
 
 
@@ -664,30 +663,6 @@ def versions() -> list[list[Any]]:
     return found
 
 
-def kernel_cost() -> list[list[Any]]:
-    """What the Triton kernel costs on paper: the worst of symmetric and asymmetric codes and of all groups."""
-    found: list[list[Any]] = [["sm", "registers", "spills", "threads", "instructions", "share"]]
-    for arch, measured in document("kernel").items():
-        own = measured["costs"]
-        registers, spills, instructions, share = (
-            max(cost[name] for cost in own) for name in ("registers", "spills", "instructions", "share")
-        )
-        threads = f"{min(cost['resident'] for cost in own)} of {own[0]['most']}"
-        found.append([arch, registers, spills, threads, f"{instructions:.2f}", f"{share:.2f}"])
-    return found
-
-
-def kernel_numbers() -> list[list[Any]]:
-    """What came of the kernel's PTX on a CPU, where it was run."""
-    found: list[list[Any]] = [["sm", "tests", "random cases", "wrong", "kinds of instructions"]]
-    for arch, measured in document("kernel").items():
-        if "tests" not in measured:
-            continue
-        tests, cases = measured["tests"], measured["cases"]
-        found.append([arch, tests["passed"], cases["count"], cases["wrong"], tests["instructions"]])
-    return found
-
-
 TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "first page": first_page,
     "equal steps": equal_steps,
@@ -709,8 +684,6 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "embedding models": embedding_models,
     "reliability": reliability,
     "versions": versions,
-    "kernel cost": kernel_cost,
-    "kernel numbers": kernel_numbers,
 }
 
 
