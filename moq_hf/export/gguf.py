@@ -221,12 +221,11 @@ def _export(directory: Path, out: Path, source: Path) -> GgufExport:
         if not places[name].endswith(_NEVER_IN_BLOCKS):
             parts.setdefault(places[name], []).append(blocks)
     read.check_experts(parts)
-    read.add_scales(parts)
+    read.replace(parts)
     with staged(out.resolve()) as staging:
-        read.write(staging, parts)
-        read.prove(staging, parts)
+        read.write(staging)
+        read.prove(staging)
     kinds = {name: read.kind(name) for name in read.tensors}
-    kinds |= {name: blocks[0].kind for name, blocks in parts.items()}
     errors = [blocks.error for tensor in parts.values() for blocks in tensor]
     return GgufExport(
         path=out,
@@ -236,11 +235,6 @@ def _export(directory: Path, out: Path, source: Path) -> GgufExport:
         layers={name: kinds[place] for name, place in places.items()},
         weight_error=max(errors, default=0.0),
     )
-
-
-def _expert_of(layer: str) -> int:
-    match = _EXPERT.search(layer)
-    return int(match[1]) if match else 0
 
 
 class Blocks(NamedTuple):
@@ -442,7 +436,10 @@ class _Base:
         from gguf.quants import dequantize as floats_of
 
         tensor = self.tensors[place]
-        data = tensor.data[_expert_of(name)] if tensor.data.ndim == 3 else tensor.data
+        data = tensor.data
+        expert = _EXPERT.search(name)
+        if expert and data.ndim == 3:
+            data = data[int(expert[1])]
         floats = floats_of(data, tensor.tensor_type)
         exact = dequantize(*stored).numpy()
         # The converter cuts off the rows of a table that belong to no word.
@@ -487,20 +484,32 @@ class _Base:
                     f"as {', '.join(kinds)}"
                 )
 
-    def add_scales(self, parts: Mapping[str, Sequence[Blocks]]) -> None:
-        """Add the scales of whole tensors in NVFP4, one for each expert, by the names that llama.cpp looks for."""
-        from gguf import GGMLQuantizationType
+    def replace(self, parts: Mapping[str, Sequence[Blocks]]) -> None:
+        """Put these blocks in the place of floats; in NVFP4 scales of whole tensors go beside them, one per expert."""
+        from gguf import GGMLQuantizationType, LlamaFileType
 
         scale = np.float32(2 / FP4["nvfp4"].unit)
+        sizes: Counter[str] = Counter()
         for name, blocks in parts.items():
-            if blocks[0].kind == "NVFP4":
+            kind = blocks[0].kind
+            sizes[kind] += sum(part.codes.size for part in blocks)
+            raw = np.concatenate([part.raw() for part in blocks])
+            self.tensors[name] = SimpleNamespace(
+                data=raw.reshape(*self.tensors[name].data.shape[:-1], -1),
+                tensor_type=GGMLQuantizationType[kind],
+            )
+            if kind == "NVFP4":
+                # llama.cpp looks for it by this name.
                 self.tensors[f"{name.removesuffix('weight')}scale"] = SimpleNamespace(
                     data=np.full(len(blocks), scale),
                     tensor_type=GGMLQuantizationType.F32,
                 )
+        # The type of the file is the one that most weights have.
+        most = sizes.most_common(1)[0][0].replace("MXFP4", "MXFP4_MOE")
+        self._file_type = LlamaFileType[f"MOSTLY_{most}"]
 
-    def write(self, path: Path, parts: Mapping[str, Sequence[Blocks]]) -> None:
-        """Write the file with these blocks instead of floats."""
+    def write(self, path: Path) -> None:
+        """Write the file with what `replace` put in."""
         import gguf
 
         writer = gguf.GGUFWriter(path, self._architecture)
@@ -512,27 +521,16 @@ class _Base:
                 kind, *items = field.types
                 item = items[-1] if items else None
                 writer.add_key_value(name, field.contents(), kind, item)
-        # The type of the file is the one that most weights have.
-        sizes: Counter[str] = Counter()
-        for blocks in parts.values():
-            sizes[blocks[0].kind] += sum(part.codes.size for part in blocks)
-        most = sizes.most_common(1)[0][0].replace("MXFP4", "MXFP4_MOE")
-        writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{most}"])
+        writer.add_file_type(self._file_type)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for name, tensor in self.tensors.items():
-            data = tensor.data
-            kind = tensor.tensor_type
-            if name in parts:
-                raw = np.concatenate([part.raw() for part in parts[name]])
-                data = raw.reshape(*data.shape[:-1], -1)
-                kind = gguf.GGMLQuantizationType[parts[name][0].kind]
-            writer.add_tensor(name, data, raw_dtype=kind)
+            writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
 
-    def prove(self, path: Path, parts: Mapping[str, Sequence[Blocks]]) -> None:
+    def prove(self, path: Path) -> None:
         """Read a written file back and compare all of it.
 
         Raises:
@@ -546,8 +544,6 @@ class _Base:
         for name in tensors.keys() - wrong:
             data = tensors[name].data.view(np.uint8)
             expected = self.tensors[name].data.view(np.uint8)
-            if name in parts:
-                expected = np.concatenate([part.raw() for part in parts[name]])
             if not np.array_equal(data.ravel(), expected.ravel()):
                 wrong.add(name)
         keys = {name: field.contents() for name, field in _copied(reader).items()}

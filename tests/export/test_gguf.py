@@ -268,8 +268,8 @@ def test_what_was_written_is_read_back(
 ) -> None:
     write = gguf_module._Base.write
 
-    def damaged(self: Any, path: Path, placed: Any) -> None:
-        write(self, path, placed)
+    def damaged(self: Any, path: Path) -> None:
+        write(self, path)
         tensor = gguf.GGUFReader(path, "r+").tensors[3]
         tensor.data[0, 5] ^= 1
 
