@@ -278,7 +278,7 @@ class OnnxTiedLinear(_Stored):
         codes = self.table.codes.view(-1, blocks, self.block // 2)
         scales = self.table.scale.unsqueeze(-1)
         scale = scales.expand(-1, -1, blocks // scales.shape[1]).flatten()
-        product = _matmul_nbits(input, (codes, scale), self.columns, 4, 0)
+        product = _matmul_nbits(input, codes, (scale,), self.columns, 4, 0)
         return self._plus_bias(product)
 
 
@@ -296,7 +296,6 @@ class OnnxInt8Linear(_StoredLinear):
 
     step: Tensor
     middle: Tensor
-    least: Tensor
     most: Tensor
 
     def __init__(
@@ -324,7 +323,6 @@ class OnnxInt8Linear(_StoredLinear):
             bias=bias,
             step=step,
             middle=torch.tensor(1 << bits - 1, dtype=torch.uint8),
-            least=torch.tensor(0, dtype=torch.uint8),
             most=torch.tensor((1 << bits) - 1, dtype=torch.uint8),
         )
         self.grid = grid
@@ -359,8 +357,7 @@ class OnnxInt8Linear(_StoredLinear):
         if self.grid.bits == 8:
             # The operator clips where a byte ends.
             return codes
-        limits = (codes, self.least, self.most)
-        return _emit("Clip", limits, torch.uint8, codes.shape)
+        return _emit("Clip", (codes, None, self.most), torch.uint8, codes.shape)
 
     def _product(
         self, codes: Tensor, step: Tensor, zero: Tensor, bias: Tensor | None = None
@@ -426,7 +423,8 @@ class OnnxNBitsLinear(_Stored):
         """`input` `[..., in_features]`, rounded, times the weight, plus the bias."""
         product = _matmul_nbits(
             input,
-            (self.codes, self.scale, self.zero_point),
+            self.codes,
+            (self.scale, self.zero_point),
             self.columns,
             self.bits,
             _INT8_ACTIVATIONS,
@@ -436,17 +434,16 @@ class OnnxNBitsLinear(_Stored):
 
 def _matmul_nbits(
     input: Tensor,
-    weight: Sequence[Tensor | None],
+    codes: Tensor,
+    grid: Sequence[Tensor | None],
     columns: int,
     bits: int,
     level: int,
 ) -> Tensor:
-    """Multiply `input` `[..., columns]` with codes `[rows, blocks, bytes]`; `weight` is these, scales and zeros."""
-    codes, *_ = weight
-    assert codes is not None
+    """Multiply `input` `[..., columns]` with codes `[rows, blocks, bytes]`; `grid` is their scales and zero points."""
     return _emit(
         "com.microsoft::MatMulNBits",
-        (input, *weight),
+        (input, codes, *grid),
         torch.float32,
         (*input.shape[:-1], len(codes)),
         version=1,
