@@ -242,47 +242,14 @@ class Blocks(NamedTuple):
 
     Attributes:
         kind: "Q4_0", "Q4_1", "Q8_0", "MXFP4" or "NVFP4".
-        codes: int16 `[rows, blocks, 32]`; those of Q4_1, MXFP4 and NVFP4 from 0, and of
-            NVFP4 16 to a scale.
-        scale: float16 `[rows, blocks, 1]`; bytes of MXFP4 and NVFP4.
-        minimum: float16 of the scale's shape, the value of code 0 in Q4_1; None for the
-            others.
+        raw: The bytes of the blocks, `[rows, bytes]`.
         error: The largest error of a weight by the rounding to float16, in quantization
             steps.
     """
 
     kind: str
-    codes: NDArray[np.int16]
-    scale: NDArray[np.float16] | NDArray[np.uint8]
-    minimum: NDArray[np.float16] | None
+    raw: NDArray[np.uint8]
     error: float
-
-    def raw(self) -> NDArray[np.uint8]:
-        """The bytes of the blocks, `[rows, bytes]`."""
-        parts = [self.scale.view(np.uint8)]
-        codes = self.codes
-        if self.kind == "Q8_0":
-            parts.append(codes.astype(np.int8).view(np.uint8))
-        else:
-            if self.kind == "Q4_0":
-                codes = codes + 8
-            if self.minimum is not None:
-                parts.append(self.minimum.view(np.uint8))
-            # The first half of the block lies in the lower nibbles.
-            low, high = np.split(codes.astype(np.uint8), 2, axis=-1)
-            parts.append(low | high << np.uint8(4))
-        rows = len(self.codes)
-        if self.kind == "NVFP4":
-            # The scales of four groups stand before their codes.
-            parts = [part.reshape(rows, -1, 4 * part.shape[-1]) for part in parts]
-        return np.concatenate(parts, -1).reshape(rows, -1)
-
-    def values(self) -> NDArray[np.float32]:
-        """The weight that gguf reads in these blocks, float32 `[rows, columns]`."""
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize as floats_of
-
-        return floats_of(self.raw(), GGMLQuantizationType[self.kind])
 
 
 def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
@@ -303,6 +270,9 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     >>> blocks_of(stored, layer, "example").error
     0.0
     """
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize as floats_of
+
     rows, columns = stored.codes.shape
     fp4 = FP4.get(layer.format)
     size = fp4.group_size if fp4 else _SIZE
@@ -314,39 +284,59 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     codes = stored.codes.numpy().astype(np.int16).reshape(rows, blocks, size)
     exact = dequantize(*stored).numpy().reshape(codes.shape)
     scale = per_block(stored.scale)
-    minimum = None
     # The scale of a block of zeros does not matter.
     used = exact.any(-1, keepdims=True)
+    whole = np.float32(1.0)
     if fp4:
         kind = layer.format.upper()
-        numbers = np.searchsorted(_E2M1, np.abs(codes)) + 8 * (codes < 0)
+        # gguf does not multiply with the scale of the whole tensor.
+        whole = np.float32(2 / fp4.unit)
+        codes = np.searchsorted(_E2M1, np.abs(codes)) + 8 * (codes < 0)
         scales = torch.from_numpy(scale * fp4.unit).to(_FP4_SCALES[kind])
-        packed = scales.view(torch.uint8).numpy()
-        written = Blocks(kind, numbers.astype(np.int16), packed, None, 0.0)
+        parts = [scales.view(torch.uint8).numpy()]
     else:
         kind = "Q8_0" if layer.bits > 4 else "Q4_0" if layer.symmetric else "Q4_1"
         with np.errstate(over="ignore"):
-            half = scale.astype(np.float16)
+            halves = [scale.astype(np.float16)]
             if stored.zero_point is not None:
                 # `stored_weights` gives codes and zero points that are less by half of
                 # the range.
                 shift = 2 ** (layer.bits - 1)
                 codes = codes + np.int16(shift)
                 lowest = -(per_block(stored.zero_point) + shift) * scale
-                minimum = lowest.astype(np.float16)
-        misfits = ~np.isfinite(half) | (used & (half == 0))
-        if minimum is not None:
-            misfits |= ~np.isfinite(minimum)
+                halves.append(lowest.astype(np.float16))
+        misfits = used & (halves[0] == 0)
+        for half in halves:
+            misfits |= ~np.isfinite(half)
         if misfits.any():
             raise MoQError(
                 f"{where}: a scale of {np.abs(scale[misfits]).max():.3g} does not fit GGUF's float16"
             )
-        written = Blocks(kind, codes, half, minimum, 0.0)
-    # gguf does not multiply with the scale of the whole tensor.
-    whole = np.float32(2 / fp4.unit if fp4 else 1.0)
-    errors = written.values().reshape(codes.shape) * whole - exact
-    steps = errors / np.where(used, scale, np.float32(np.inf))
-    return written._replace(error=float(np.abs(steps).max()))
+        parts = [half.view(np.uint8) for half in halves]
+    raw = _bytes_of(kind, codes, parts)
+    values = floats_of(raw, GGMLQuantizationType[kind]).reshape(codes.shape)
+    steps = (values * whole - exact) / np.where(used, scale, np.float32(np.inf))
+    return Blocks(kind, raw, float(np.abs(steps).max()))
+
+
+def _bytes_of(
+    kind: str, codes: NDArray[Any], parts: list[NDArray[np.uint8]]
+) -> NDArray[np.uint8]:
+    """Pack codes `[rows, blocks, size]` behind the other parts of each block, to `[rows, bytes]`."""
+    if kind == "Q8_0":
+        packed = codes.astype(np.int8).view(np.uint8)
+    else:
+        if kind == "Q4_0":
+            codes = codes + 8
+        # The first half of the block lies in the lower nibbles.
+        low, high = np.split(codes.astype(np.uint8), 2, axis=-1)
+        packed = low | high << np.uint8(4)
+    parts = [*parts, packed]
+    rows = len(codes)
+    if kind == "NVFP4":
+        # The scales of four groups stand before their codes.
+        parts = [part.reshape(rows, -1, 4 * part.shape[-1]) for part in parts]
+    return np.concatenate(parts, -1).reshape(rows, -1)
 
 
 class _Base:
@@ -492,10 +482,11 @@ class _Base:
         sizes: Counter[str] = Counter()
         for name, blocks in parts.items():
             kind = blocks[0].kind
-            sizes[kind] += sum(part.codes.size for part in blocks)
-            raw = np.concatenate([part.raw() for part in blocks])
+            floats = self.tensors[name]
+            sizes[kind] += floats.n_elements
+            raw = np.concatenate([part.raw for part in blocks])
             self.tensors[name] = SimpleNamespace(
-                data=raw.reshape(*self.tensors[name].data.shape[:-1], -1),
+                data=raw.reshape(*floats.data.shape[:-1], -1),
                 tensor_type=GGMLQuantizationType[kind],
             )
             if kind == "NVFP4":

@@ -7,12 +7,17 @@ import pytest
 import torch
 
 from moq_hf import MoQError, quantizer
-from moq_hf.export.gguf import blocks_of
+from moq_hf.export.gguf import Blocks, blocks_of
 from moq_hf.formats.stored import StoredLayer
 from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
 from moq_hf.quantizer import Quantized
 
 gguf = pytest.importorskip("gguf")
+
+
+def values_of(blocks: Blocks) -> np.ndarray:
+    """What gguf reads in the blocks."""
+    return gguf.quants.dequantize(blocks.raw, gguf.GGMLQuantizationType[blocks.kind])
 
 
 def layer_of(stored: Quantized, bits: int) -> StoredLayer:
@@ -41,8 +46,7 @@ def test_every_grid_reads_back_as_codes_times_half_scales(bits: int, grouping: G
     stored, layer = quantized(bits, grouping, symmetric)
     blocks = blocks_of(stored, layer, "x")
     assert blocks.kind == ("Q4_1" if not symmetric else "Q4_0" if bits <= 4 else "Q8_0")
-    found = gguf.quants.dequantize(blocks.raw(), gguf.GGMLQuantizationType[blocks.kind])
-    assert np.array_equal(found, blocks.values())
+    found = values_of(blocks)
     halves = stored.scale.half().float()
     if symmetric:
         assert np.array_equal(found, quantizer.dequantize(stored.codes, halves).numpy())
@@ -59,7 +63,7 @@ def test_the_whole_range_with_scales_of_any_sign(bits: int, least: int) -> None:
     codes[:, 0] = least
     stored = Quantized(codes, torch.tensor([[-0.5], [0.25]]), None)
     blocks = blocks_of(stored, layer_of(stored, bits), "x")
-    found = gguf.quants.dequantize(blocks.raw(), gguf.GGMLQuantizationType[blocks.kind])
+    found = values_of(blocks)
     assert np.array_equal(found, quantizer.dequantize(*stored).numpy()) and blocks.error == 0
 
 
@@ -72,10 +76,10 @@ def test_scales_that_float16_cannot_hold() -> None:
     # The scale of zeros does not matter.
     stored = Quantized(codes * torch.tensor([[1], [0]]), torch.tensor([[1.0], [1e-9]]), None)
     blocks = blocks_of(stored, layer_of(stored, 4), "blk")
-    assert np.array_equal(blocks.values()[1], np.zeros(32)) and blocks.error == 0
+    assert np.array_equal(values_of(blocks)[1], np.zeros(32)) and blocks.error == 0
     zero = torch.full((2, 1), -8, dtype=torch.int32)
     stored = Quantized(codes, torch.tensor([[1.0], [6e4]]), zero)
-    assert np.isfinite(blocks_of(stored, layer_of(stored, 4), "blk").values()).all()
+    assert np.isfinite(values_of(blocks_of(stored, layer_of(stored, 4), "blk"))).all()
     stored = stored._replace(zero_point=zero + 15)
     with pytest.raises(MoQError, match=r"a scale of 6e\+04 does not fit"):
         blocks_of(stored, layer_of(stored, 4), "blk")

@@ -68,10 +68,11 @@ def test_ggufs_own_quantizer_makes_the_same_bytes_of_mxfp4() -> None:
     weight = (groups * 2.0 ** torch.randint(-60, 60, (64, 2, 1))).view(64, 64)
     values = quantizer.quantize(weight, 4, Grid(PerGroup(32), format="mxfp4"))
     blocks = blocks_of(values, StoredLayer("linear", 4, "packed", (64, 64), (64, 2), True, 0, 0, format="mxfp4"), "it")
-    theirs = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.MXFP4)
-    assert np.array_equal(gguf.quants.dequantize(theirs, gguf.GGMLQuantizationType.MXFP4), blocks.values())
+    kind = gguf.GGMLQuantizationType.MXFP4
+    theirs = gguf.quants.quantize(weight.numpy(), kind)
+    assert np.array_equal(gguf.quants.dequantize(theirs, kind), gguf.quants.dequantize(blocks.raw, kind))
     exponents = np.s_[:, ::17]
-    assert np.array_equal(blocks.raw()[exponents], theirs[exponents])
+    assert np.array_equal(blocks.raw[exponents], theirs[exponents])
 
 
 def test_columns_that_do_not_fill_nvfp4s_blocks_are_an_error(tmp_path: Path) -> None:
