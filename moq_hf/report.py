@@ -146,11 +146,11 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
             f"{directory} is not a run with MoQ: its trainer_state.json has no bits"
         )
     # A run that is float first logs the evaluation of its float model.
-    phases = [
+    phases = (
         line["step"]
         for line in log
         if any(name.startswith("float_eval_") for name in line)
-    ]
+    )
     places = (directory / "quantized", directory)
     float_folder = directory / FOLDER
     return Run(
@@ -161,7 +161,7 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         saved["float_size_mb"],
         _metrics(directory, state),
         _metrics(float_folder, _read_state(float_folder)),
-        next(iter(phases), None),
+        next(phases, None),
         saved["choice"],
         next((path for path in places if (path / STATE_NAME).is_file()), None),
     )
@@ -401,16 +401,16 @@ def _alike(series: Mapping[str, Series]) -> dict[str, Series]:
 def _drops(series: Mapping[str, Series]) -> dict[int, int]:
     """The steps at which some block got fewer bits than any had before, and these bits."""
     switches = sorted(
-        (step, -int(bits))
+        (step, int(bits))
         for steps, values in series.values()
         for step, bits in zip(steps, values, strict=True)
     )
     drops: dict[int, int] = {}
     lowest = FLOAT_BITS
     for step, bits in switches:
-        if -bits < lowest:
-            lowest = -bits
-            drops[step] = lowest
+        if bits < lowest:
+            lowest = bits
+            drops[step] = bits
     return drops
 
 
