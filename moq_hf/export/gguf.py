@@ -220,7 +220,6 @@ def _export(directory: Path, out: Path, source: Path) -> GgufExport:
         blocks = read.fitted(places[name], weights.pop(name), layer, name)
         if not places[name].endswith(_NEVER_IN_BLOCKS):
             parts.setdefault(places[name], []).append(blocks)
-    read.check_experts(parts)
     read.replace(parts)
     with staged(out.resolve()) as staging:
         read.write(staging)
@@ -458,31 +457,27 @@ class _Base:
             if number and rows % (2 * number) == 0:
                 yield order.reshape(number, 2, -1).swapaxes(1, 2).ravel()
 
-    def check_experts(self, parts: Mapping[str, Sequence[Blocks]]) -> None:
-        """Check that a tensor of experts gets the blocks of each, and all of one type.
+    def replace(self, parts: Mapping[str, Sequence[Blocks]]) -> None:
+        """Put blocks in the place of floats: a tensor of experts gets those of each, all of one type.
+
+        In NVFP4 the scales of whole tensors go beside them, one for each expert.
 
         Raises:
             MoQError: Some experts are not quantized, or have another type.
         """
-        for place, experts in parts.items():
-            data = self.tensors[place].data
-            kinds = sorted({blocks.kind for blocks in experts})
-            count = len(data) if data.ndim == 3 else 1
-            if len(experts) != count or len(kinds) > 1:
-                raise MoQError(
-                    f"{place} is one tensor of one type for {count} experts, of which {len(experts)} are quantized, "
-                    f"as {', '.join(kinds)}"
-                )
-
-    def replace(self, parts: Mapping[str, Sequence[Blocks]]) -> None:
-        """Put these blocks in the place of floats; in NVFP4 scales of whole tensors go beside them, one per expert."""
         from gguf import GGMLQuantizationType, LlamaFileType
 
         scale = np.float32(2 / FP4["nvfp4"].unit)
         sizes: Counter[str] = Counter()
         for name, blocks in parts.items():
-            kind = blocks[0].kind
             floats = self.tensors[name]
+            kind, *others = sorted({part.kind for part in blocks})
+            count = len(floats.data) if floats.data.ndim == 3 else 1
+            if len(blocks) != count or others:
+                raise MoQError(
+                    f"{name} is one tensor of one type for {count} experts, of which {len(blocks)} are quantized, "
+                    f"as {', '.join([kind, *others])}"
+                )
             sizes[kind] += floats.n_elements
             raw = np.concatenate([part.raw for part in blocks])
             self.tensors[name] = SimpleNamespace(
