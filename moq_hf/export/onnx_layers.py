@@ -296,6 +296,7 @@ class OnnxInt8Linear(_StoredLinear):
 
     step: Tensor
     middle: Tensor
+    least: Tensor
     most: Tensor
 
     def __init__(
@@ -323,6 +324,7 @@ class OnnxInt8Linear(_StoredLinear):
             bias=bias,
             step=step,
             middle=torch.tensor(1 << bits - 1, dtype=torch.uint8),
+            least=torch.tensor(0, dtype=torch.uint8),
             most=torch.tensor((1 << bits) - 1, dtype=torch.uint8),
         )
         self.grid = grid
@@ -357,7 +359,8 @@ class OnnxInt8Linear(_StoredLinear):
         if self.grid.bits == 8:
             # The operator clips where a byte ends.
             return codes
-        return _emit("Clip", (codes, None, self.most), torch.uint8, codes.shape)
+        limits = (codes, self.least, self.most)
+        return _emit("Clip", limits, torch.uint8, codes.shape)
 
     def _product(
         self, codes: Tensor, step: Tensor, zero: Tensor, bias: Tensor | None = None
