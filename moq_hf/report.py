@@ -257,7 +257,8 @@ def _svg(figure: "Figure") -> str:
 
 def _page(run: Run) -> str:
     title = html.escape(run.directory.resolve().name)
-    written = max(path.stat().st_mtime for path in run.directory.iterdir())
+    files = [path for path in run.directory.iterdir() if path.name != PAGE]
+    written = max(path.stat().st_mtime for path in files)
     date = datetime.fromtimestamp(written).strftime("%Y-%m-%d")
     found = None if run.delivered is None else recorded(run.delivered)
     parts = [
