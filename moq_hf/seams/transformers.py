@@ -11,11 +11,11 @@ Documented, and so not here: `base_model_prefix`, `loss_is_scaled_for_ga`,
 `placements`.
 """
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -378,8 +378,7 @@ def matrices_in_files(
         Name to int64 `[rows of the matrix, 1]`, in the order of the parameter's rows
         one below the other. One name, its own, if transformers does not take it apart.
 
-    Relies on: `conversion_mapping.get_model_conversion_mapping` and
-    `core_model_loading.revert_weight_conversion`.
+    Relies on: `core_model_loading.revert_weight_conversion`.
     Breaks: Experts would be saved as floats on the grid, at full size; or under names
     that nothing loads, as the proof says.
     """
@@ -395,19 +394,14 @@ def matrices_in_files(
 def as_constructed(model: nn.Module) -> Any:
     """What `revert_weight_conversion` takes names from, for a model as if it had not been loaded.
 
-    Relies on: `conversion_mapping.get_model_conversion_mapping`, and `PrefixChange`
-    among what it gives.
+    Relies on: `PreTrainedModel._weight_conversions`, without which
+    `revert_weight_conversion` looks up those of the model's class.
     Breaks: Experts could not be saved packed, nor a packed model be compared with its
     folder.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
-
-    every = get_model_conversion_mapping(cast(Any, model), add_legacy=False)
-    reversible = [
-        conversion for conversion in every if not isinstance(conversion, PrefixChange)
-    ]
-    return SimpleNamespace(config=model.config, _weight_conversions=reversible)
+    fresh = copy.copy(model)
+    vars(fresh).pop("_weight_conversions", None)
+    return fresh
 
 
 def is_scaled_table(cls: type[nn.Module]) -> bool:
