@@ -41,7 +41,7 @@ specification 1.0, its exponent and NVFP4 as compressed-tensors 0.20 has them.
 """  # noqa: E501 - a table row cannot be broken
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -170,12 +170,21 @@ def dequantize(
         raise ValueError(
             f"scale {list(scale.shape)} does not tile codes {list(codes.shape)}"
         )
-    tiles = codes.to(torch.float32).view(
-        scale.shape[0], -1, scale.shape[1], columns // scale.shape[1]
-    )
+    values = codes.to(torch.float32)
     if zero_point is not None:
-        tiles = tiles - zero_point.to(torch.float32)[:, None, :, None]
-    return (tiles * scale[:, None, :, None]).reshape(codes.shape).to(dtype)
+        values = values - per_weight(zero_point, codes.shape)
+    return (values * per_weight(scale, codes.shape)).to(dtype)
+
+
+def per_weight(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Repeat what groups or blocks share for each weight of a matrix, or for parts of its rows.
+
+    Args:
+        values: `[r, c]`, where r divides the rows and c the columns.
+        shape: Rows and columns of the result.
+    """
+    rows = values.repeat_interleave(shape[0] // values.shape[0], 0)
+    return rows.repeat_interleave(shape[1] // values.shape[1], 1)
 
 
 def fake_quantize(
@@ -335,9 +344,9 @@ def gptq(weight: Tensor, moment: Tensor, bits: int, grid: Grid = _DEFAULT) -> Te
         ratio = least_squares_ratio(group, bits, grid) if grid.searches(bits) else None
         x = _groups(group, grid.shape(*group.shape))
         scale, offset = _scales(x, bits, grid, ratio)
-        scale = scale.repeat_interleave(rows // len(scale), 0)
+        scale = per_weight(scale, (rows, 1))
         if offset is not None:
-            offset = offset.repeat_interleave(rows // len(offset), 0)
+            offset = per_weight(offset, (rows, 1))
         for column in range(first, first + size):
             part = slice(column, column + 1)
             _on_grid(left[:, part], bits, grid, scale, offset, None, rounded[:, part])

@@ -26,13 +26,11 @@ def to_rows(weight: Tensor, kind: str) -> Tensor:
     >>> to_rows(torch.ones(4, 3, 2), "experts_t").shape
     torch.Size([8, 3])
     """
-    if kind == "conv":
-        return weight.flatten(1)
     if kind == "conv1d":
         return weight.t()
     if is_experts(kind):
         return (weight.transpose(1, 2) if kind == "experts_t" else weight).flatten(0, 1)
-    return weight
+    return weight.flatten(1)
 
 
 def matrix_shape(shape: Sequence[int], kind: str) -> tuple[int, int]:

@@ -41,12 +41,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import MoQError, explained, listed, require
-from ..formats.stored import StoredLayer, by_matrix, per_weight
+from ..formats.stored import StoredLayer, by_matrix
 from ..grid import FP4
 from ..packed.files import new_path, staged
 from ..packed.state import check_taken
 from ..packed.verify import stored_weights, verify_quantized
-from ..quantizer import Quantized, dequantize
+from ..quantizer import Quantized, dequantize, per_weight
 from ..serving import GGUF
 from ..text import progress
 from .floats import export_floats

@@ -36,10 +36,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..formats.stored import per_weight
 from ..grid import InputGrid, InputScale
 from ..inputs import static_scale, tensor_scale, token_scale
-from ..quantizer import Quantized, dequantize
+from ..quantizer import Quantized, dequantize, per_weight
 from ..seams.transformers import convolve
 
 Flavor = Literal["float", "weight-only", "int8", "nbits", "qdq"]

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ..errors import MoQError
 from ..grid import FP4
-from ..quantizer import Quantized, dequantize
+from ..quantizer import Quantized, dequantize, per_weight
 from ..seams.transformers import compress, decompress
-from .stored import EncodedWeight, EncodeSpec, StoredWeight, per_weight
+from .stored import EncodedWeight, EncodeSpec, StoredWeight
 
 
 def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..errors import MoQError
-from ..quantizer import Quantized, dequantize
+from ..quantizer import Quantized, dequantize, per_weight
 from ..weight_matrix import from_rows, to_rows
-from .stored import EncodedWeight, EncodeSpec, StoredWeight, per_weight
+from .stored import EncodedWeight, EncodeSpec, StoredWeight
 
 FORMAT = None
 

@@ -12,7 +12,7 @@ from ..config_fields import Count, Flag, Positive
 from ..errors import MoQError
 from ..grid import Format, Grid, InputGrid
 from ..quant_linear import QuantLayer
-from ..quantizer import Quantized
+from ..quantizer import Quantized, per_weight
 from ..schedule import FLOAT_BITS
 from ..weight_matrix import Kind, parameter_of
 
@@ -322,9 +322,3 @@ def per_row(values: Quantized) -> Quantized:
         scale=per_weight(values.scale, shape),
         zero_point=None if zero is None else per_weight(zero, shape),
     )
-
-
-def per_weight(values: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Repeat what groups or blocks share for each weight of a matrix, or for parts of its rows."""
-    rows = values.repeat_interleave(shape[0] // values.shape[0], 0)
-    return rows.repeat_interleave(shape[1] // values.shape[1], 1)
