@@ -269,23 +269,14 @@ class ReferenceOutputs:
 
     def _tokens_of(self, model: Any) -> Tensor | None:
         """What the model generates after two short prompts, `[examples, 4]`; None where it does not generate."""
-        can_generate = getattr(model, "can_generate", None)
-        main = str(getattr(model, "main_input_name", None))
-        if (
-            not callable(can_generate)
-            or not can_generate()
-            or not isinstance(self._inputs.get(main), Tensor)
-        ):
-            return None
+        main = model.main_input_name
         # Processes whose texts end after different numbers of tokens would wait for
         # each other.
-        if any(map(is_apart, model.parameters())):
+        if not model.can_generate() or any(map(is_apart, model.parameters())):
             return None
-        prompts = {
-            name: self._inputs[name][:2]
-            for name in (main, "attention_mask")
-            if name in self._inputs
-        }
+        prompts = {main: self._inputs[main][:2]}
+        if "attention_mask" in self._inputs:
+            prompts["attention_mask"] = self._inputs["attention_mask"][:2]
         if main == "input_ids":
             prompts = {name: tensor[:, :_PROMPT] for name, tensor in prompts.items()}
         settings = {
