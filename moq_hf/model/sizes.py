@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import MoQError, one_line
+from ..errors import explained
 from ..formats import mxfp4
 from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
 from ..formats.table import FORMS, form_of
@@ -303,16 +303,13 @@ def is_unpacked_while_loading(model: Any, packed: Iterable[str]) -> bool:
     if parts_are_called(model):
         return True
     cls: Any = without_fsdp(type(model))
-    try:
+    with explained(
+        f"from_pretrained could not load it, since {cls.__name__}(config) does not make such a model"
+    ):
         with torch.device("meta"):
             shell = cls(copy.deepcopy(model.config))
         for name in packed:
             del shell.get_submodule(name).weight
-    except Exception as error:
-        raise MoQError(
-            f"from_pretrained could not load it, since {cls.__name__}(config) does not make such a model: "
-            f"{one_line(error)}"
-        ) from error
     try:
         initialize_again(shell)
     except AttributeError:
