@@ -271,22 +271,21 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model as its forward pass uses them, on the CPU."""
-    tensors = dict(pretrained(model).state_dict())
+    tensors: dict[str, Tensor] = {}
     if is_packed(model):
+        # What it rounds inputs with would be lost by making it a plain model.
+        packed = pretrained(model).state_dict().items()
+        tensors = {n: t for n, t in packed if n.endswith(".input_scale")}
         model = dequantize_model(copy.deepcopy(model))
-        # What it rounds inputs with is lost there.
-        tensors = {n: t for n, t in tensors.items() if n.endswith(".input_scale")}
     model = pretrained(model)
     tensors |= model.state_dict()
-    tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     for name, layer in quantized_layers(model).items():
-        tensors[parameter_of(name, layer.kind)] = (
-            layer.quantized_weight().detach().cpu()
-        )
+        tensors[parameter_of(name, layer.kind)] = layer.quantized_weight()
         inputs = layer.moq.inputs
         if inputs is not None and inputs.scale is not None:
-            tensors[f"{name}.input_scale"] = inputs.scale.float().cpu()
-    return without_peft_names(tensors, adapters(model, is_merged(model)))
+            tensors[f"{name}.input_scale"] = inputs.scale.float()
+    on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    return without_peft_names(on_cpu, adapters(model, is_merged(model)))
 
 
 def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
