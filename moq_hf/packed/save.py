@@ -251,11 +251,7 @@ class _Saving:
     def _take(self, model: Any) -> None:
         """Take the part of the model whose layers are encoded."""
         self.model = model
-        self.inventory = (
-            self.whole
-            if self.model is self.whole_model
-            else Inventory.of(self.model, self.is_merged)
-        )
+        self.inventory = Inventory.of(model, self.is_merged)
         # Embedding tables stand last in the files.
         self.quantized = quant_layers(model) | quantized_layers(model)
         self.layers = without_peft_names(self.quantized, self.inventory.adapters)
