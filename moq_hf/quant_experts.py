@@ -130,11 +130,10 @@ def make_quantized(module: nn.Module, states: Mapping[str, LayerState]) -> None:
     """Make an experts module a quantized one.
 
     Args:
-        module: Any module, plain or quantized before: what it had then is gone.
+        module: A plain one.
         states: Parameter's name to how it is quantized.
     """
-    if not isinstance(module, QuantExperts):
-        module.__class__ = _class_of(type(module), tuple(module._parameters))  # type: ignore[arg-type]
+    module.__class__ = _class_of(type(module), tuple(module._parameters))  # type: ignore[arg-type]
     cast(QuantExperts, module).moq_states = dict(states)
 
 

@@ -159,11 +159,9 @@ def prepare_model(
         The layers of the schedule, experts among them, and the embedding tables, by
         name.
     """
+    for layer in quantized_layers(inventory.model).values():
+        restore(layer)
     chosen: dict[str, Any] = {**inventory.layers, **inventory.embeddings}
-    kept = {*chosen, *inventory.tied, *inventory.experts}
-    for name, layer in quantized_layers(inventory.model).items():
-        if name not in kept:
-            restore(layer)
     for index, (name, module) in enumerate(chosen.items()):
         layer = _quantized_layer(module)
         grid = grid_of(module, config.of(name))
@@ -197,8 +195,7 @@ def prepare_model(
 
 
 def _quantized_layer(module: nn.Module) -> QuantLayer:
-    if not isinstance(module, QuantLayer):
-        module.__class__ = quant_class(type(module))
+    module.__class__ = quant_class(type(module))
     return cast(QuantLayer, module)
 
 
