@@ -531,8 +531,11 @@ class Patterns:
                 return names, list(ungrouped)
         return targets, ignore
 
-    def _tails(self, owners: Mapping[str, str | None]) -> dict[str, str]:
-        """Return the last part of each name if only layers of its group have it in their block, else all parts."""
+    def _tails(self, owners: Mapping[str, str | None]) -> dict[str, tuple[str, str]]:
+        """Return a name's last part if only layers of its group have it in their block, else all parts.
+
+        Before it stands the pattern of what may lie between the block and this part.
+        """
         groups_with: dict[tuple[str, str, str], set[str | None]] = {}
         places: dict[str, tuple[str, str, str]] = {}
         rests: dict[str, str] = {}
@@ -548,11 +551,13 @@ class Patterns:
             last = place[2]
             # The whole rest of a name has nothing between it and its block.
             is_whole = len(groups_with[place]) > 1 or rests[name] == last
-            tails[name] = rests[name] if is_whole else f"*{last}"
+            tails[name] = ("", rests[name]) if is_whole else (_ANY, last)
         return tails
 
-    def _patterns(self, members: Sequence[str], tails: Mapping[str, str]) -> list[str]:
-        places: dict[tuple[str, str], dict[str, None]] = {}
+    def _patterns(
+        self, members: Sequence[str], tails: Mapping[str, tuple[str, str]]
+    ) -> list[str]:
+        places: dict[tuple[str, str, str], dict[str, None]] = {}
         patterns = []
         for name in members:
             match = self._in_list.fullmatch(name)
@@ -560,20 +565,18 @@ class Patterns:
                 own = re.escape(name.removeprefix(self.prefix))
                 patterns.append(f"re:{_ANY}{own}$")
             else:
-                places.setdefault((match[1], tails[name]), {})[match[2]] = None
+                places.setdefault((match[1], *tails[name]), {})[match[2]] = None
         # Layers of the same blocks have one pattern.
-        shared: dict[tuple[str, tuple[str, ...], bool], list[str]] = {}
-        for (path, tail), numbers in places.items():
-            key = (path, tuple(numbers), tail.startswith("*"))
-            shared.setdefault(key, []).append(re.escape(tail.removeprefix("*")))
-        for (path, indices, is_short), ends in shared.items():
+        shared: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
+        for (path, between, tail), numbers in places.items():
+            key = (path, tuple(numbers), between)
+            shared.setdefault(key, []).append(re.escape(tail))
+        for (path, indices, between), ends in shared.items():
             # vLLM's StableLM and GPT-J and SGLang's BERT do not look them up by their parts.
             ends += [whole for parts, whole in FUSED.items() if set(parts) <= set(ends)]
             end, count = self.lists[path]
             number = r"\d+" if len(indices) == count else _either(indices)
-            patterns.append(
-                f"re:{_ANY}{end}\\.{number}\\.{_ANY if is_short else ''}{_either(ends)}$"
-            )
+            patterns.append(f"re:{_ANY}{end}\\.{number}\\.{between}{_either(ends)}$")
         return _needed(patterns, members)
 
 
