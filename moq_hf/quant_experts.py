@@ -58,7 +58,7 @@ class QuantExperts(QuantModule):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As with layers, the base class stands for one that has no importable name.
-        base = base_class(type(self), QuantExperts)
+        base = base_class(type(self))
         return _new_experts, (base, tuple(self._parameters)), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
@@ -99,7 +99,7 @@ class ExpertsWeight(QuantLayer):
         del experts.moq_states[self.attribute]
         if not experts.moq_states:
             del experts.moq_states
-            cast(nn.Module, experts).__class__ = base_class(type(experts), QuantExperts)
+            cast(nn.Module, experts).__class__ = base_class(type(experts))
 
 
 def experts_parameters(module: nn.Module) -> list[str]:

@@ -252,6 +252,11 @@ class QuantLayer(QuantModule):
         if state.inputs is not None:
             state.inputs.move_to(device)
 
+    def release(self) -> None:
+        """Give the layer back the class that it had before."""
+        del self.moq
+        cast(nn.Module, self).__class__ = base_class(type(self))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Classes made for subclasses of nn.Linear have no importable name: the base
         # class stands for them.
@@ -446,17 +451,15 @@ def quant_class(base: type[nn.Module]) -> type[QuantLayer]:
     return CLASSES[base]
 
 
-def base_class(
-    cls: type[nn.Module], quantized: type[nn.Module] = QuantLayer
-) -> type[nn.Module]:
-    """The class that a module had before it got the class `cls`, which is derived from `quantized`."""
+def base_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module had before it got the quantized class `cls`."""
     first, second = cls.__bases__[:2]
-    if issubclass(first, quantized):
+    if issubclass(first, QuantModule):
         return second
     # The class that fully_shard made of a quantized one.
     return type(
         cls.__name__.replace("Quant", "", 1),
-        (first, base_class(second, quantized)),
+        (first, base_class(second)),
         dict(cls.__dict__),
     )
 

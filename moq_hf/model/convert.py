@@ -14,8 +14,8 @@ from ..layer_state import LayerState
 from ..lora import merge_adapters
 from ..names import named_modules, unwrapped
 from ..processes import device_of, largest_over_ranks, local_part, sharded_as
-from ..quant_experts import ExpertsWeight, make_quantized, quantized_in
-from ..quant_linear import QuantEmbedding, QuantLayer, base_class, quant_class
+from ..quant_experts import make_quantized, quantized_in
+from ..quant_linear import QuantEmbedding, QuantLayer, quant_class
 from ..quantizer import RoundingSeed
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import experts_transposed, unpack
@@ -123,7 +123,7 @@ def dequantize_model(
             written.add(id(weight))
             with torch.no_grad():
                 weight.copy_(sharded_as(weight, layer.quantized_copy(weight.dtype)))
-        restore(layer)
+        layer.release()
     merge_adapters(model, False, adopts=weights == "quantized")
     return given
 
@@ -160,7 +160,7 @@ def prepare_model(
         name.
     """
     for layer in quantized_layers(inventory.model).values():
-        restore(layer)
+        layer.release()
     chosen: dict[str, Any] = {**inventory.layers, **inventory.embeddings}
     for index, (name, module) in enumerate(chosen.items()):
         layer = _quantized_layer(module)
@@ -204,15 +204,6 @@ def _new_state(
 ) -> LayerState:
     seed = RoundingSeed(config.seed, index)
     return LayerState(grid, config, kind, seed=seed, name=name)
-
-
-def restore(layer: QuantLayer) -> None:
-    """Give a quantized layer back the class that it had before."""
-    if isinstance(layer, ExpertsWeight):
-        layer.release()
-        return
-    del layer.moq
-    cast(nn.Module, layer).__class__ = base_class(type(layer))
 
 
 def check_finite(layers: Mapping[str, QuantLayer], *, gather: bool = False) -> None:
