@@ -160,16 +160,13 @@ def plan(
     if config.budget is not None:
         schedule.choose({name: case.bits for name, case in cases.items()})
     assumed = {n: c.eigenvalue for n, c in cases.items() if c.eigenvalue is not None}
-    switches: dict[str, list[Switch]] = {name: [] for name in cases}
-    for switch in schedule.forecast(assumed):
-        switches[switch.block].append(switch)
+    coming = list(schedule.forecast(assumed))
     planned = []
     for name, case in cases.items():
-        last = switches[name][-1].step if switches[name] else schedule.offset
+        switches = tuple(switch for switch in coming if switch.block == name)
+        last = switches[-1].step if switches else schedule.offset
         end = last + fade_steps(config)
-        planned.append(
-            BlockPlan(name, case.eigenvalue, tuple(switches[name]), end, case.bits)
-        )
+        planned.append(BlockPlan(name, case.eigenvalue, switches, end, case.bits))
     unreached = sorted(
         (block for block in planned if block.target_step > total_steps),
         key=lambda block: block.target_step,

@@ -283,7 +283,7 @@ class PrecisionSchedule:
         for name in self.bits:
             self.bits[name], self.period[name], self._changed[name] = blocks[name]
         if self.config.budget is not None:
-            self.targets = state["targets"] and dict(state["targets"])
+            self.targets = state["targets"]
 
     def last_drop(self) -> int:
         """The optimizer step after which every block is at its target at the latest, blends included, from now on."""

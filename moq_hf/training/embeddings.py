@@ -119,7 +119,7 @@ def queries_keys_values(model: nn.Module, wanted: Any = True) -> Iterator[list[T
 
     with contextlib.ExitStack() as hooks:
         for layer in layers:
-            hooks.callback(layer.register_forward_hook(take).remove)
+            hooks.enter_context(layer.register_forward_hook(take))
         yield found
 
 

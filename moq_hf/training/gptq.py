@@ -1,5 +1,6 @@
 """Start from GPTQ: round the weights of layers that fall to fewer bits so that their outputs change least."""
 
+import contextlib
 import copy
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -105,20 +106,14 @@ def _round(
         moment.addmm_(inputs.t(), inputs)
         raise _Arrived
 
-    hooks = (
+    with (
         pretrained(model).register_forward_pre_hook(note_mask, with_kwargs=True),
         layer.register_forward_pre_hook(add),
-    )
-    try:
+    ):
         for batch in batches:
-            try:
+            with contextlib.suppress(_Arrived):
                 # Losses take labels out of their batch.
                 trainer.compute_loss(model, copy.copy(batch))
-            except _Arrived:
-                continue
-    finally:
-        for hook in hooks:
-            hook.remove()
     if is_distributed():
         dist.all_reduce(moment)
     if not moment.any():
