@@ -524,7 +524,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if not self._has_switched:
             return
         whole = controller.metrics()
-        epoch = {} if state.epoch is None else {"epoch": state.epoch}
+        epoch = {"epoch": state.epoch}
         entry = {**whole, **controller.block_metrics(), **epoch}
         # Not by `Trainer.log`: with it Trainers end the means of their own metrics.
         state.log_history.append({**entry, "step": state.global_step})

@@ -38,9 +38,6 @@ MOST_FAULTS = 20
 
 def show(value: Any) -> str:
     """A value as JSON has it, cut short, for an error."""
-    # Of what is long only the beginning is shown, and need not be written.
-    if isinstance(value, (str, list, tuple)):
-        value = value[:80]
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
