@@ -128,7 +128,7 @@ class MoQTrainer(Trainer):
         float_first: bool | float | None = None,
         **kwargs: Any,
     ) -> None:
-        callbacks = list(kwargs.get("callbacks") or [])
+        callbacks = list(kwargs.pop("callbacks", None) or [])
         share = share_of(float_first)
         config = None if moq_config is None else MoQConfig.load(moq_config)
         if share is not None:
@@ -151,7 +151,7 @@ class MoQTrainer(Trainer):
         self._dropped: list[tuple[nn.Module, str, float]] = []
         # Sums over micro-batches since the last log, and how many there were.
         self._parts: dict[str, Any] = Counter()
-        super().__init__(*args, **{**kwargs, "callbacks": callbacks})
+        super().__init__(*args, callbacks=callbacks, **kwargs)
         # How this Trainer has it without a teacher.
         self._scaled_for_ga = self.loss_is_scaled_for_ga
         self.float_phase: FloatPhase | None = None
@@ -404,11 +404,7 @@ class MoQTrainer(Trainer):
         phase = self.float_phase
         # At its first step a float phase finds out whether the model can be its own
         # teacher.
-        is_trial = (
-            phase is not None
-            and not phase.outputs_checked
-            and self.state.global_step == 0
-        )
+        is_trial = phase is not None and self.state.global_step == 0
         teacher = self._teacher
         is_followed = teacher is not None or is_trial
         if self.moq is None or not model.training or not is_followed:
@@ -450,8 +446,6 @@ class MoQTrainer(Trainer):
             # Here and not for the log, which a Trainer may leave to one process.
             means = self.accelerator.reduce(values, reduction="mean")
             self._parts.update({**dict(zip(parts, means, strict=True)), "count": 1})
-        elif phase is not None:
-            phase.outputs_checked = True
         return (loss, outputs) if return_outputs else loss
 
     def _check_loss_scale(

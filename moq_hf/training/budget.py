@@ -207,13 +207,13 @@ def _falling(costs: Mapping[int, float]) -> dict[int, float]:
     """Raise costs so that they never rise with the bits: where they do, it is measurement noise.
 
     >>> _falling({2: 3.0, 3: 0.5, 4: 1.0, 8: 0.0})
-    {2: 3.0, 3: 1.0, 4: 1.0, 8: 0.0}
+    {8: 0.0, 4: 1.0, 3: 1.0, 2: 3.0}
     """
     falling = {}
     most = 0.0
     for bits in sorted(costs, reverse=True):
         most = falling[bits] = max(most, costs[bits])
-    return {bits: falling[bits] for bits in sorted(falling)}
+    return falling
 
 
 class Option(NamedTuple):

@@ -112,8 +112,6 @@ class FloatPhase:
     Attributes:
         metrics: The evaluation at the end of the phase; None before, and without an
             evaluation set.
-        outputs_checked: Whether the model's outputs were found to be those of a
-            teacher.
     """
 
     def __init__(self, trainer: Trainer, share: float, model: Any) -> None:
@@ -130,7 +128,6 @@ class FloatPhase:
         self.trainer = trainer
         self.share = share
         self.metrics: Mapping[str, Any] | None = None
-        self.outputs_checked = False
 
     def begin(self) -> None:
         """Check, before the first step, that the optimizer can start afresh, and make the folder of the float model.
