@@ -270,8 +270,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Start the schedule, or go on with the checkpoint's.
 
         Raises:
-            MoQError: The run is too short for anything to be quantized or for the
-                deadline, there are two MoQCallbacks, the checkpoint is of another
+            MoQError: The run has no step, or is too short for anything to be quantized or
+                for the deadline, there are two MoQCallbacks, the checkpoint is of another
                 config, or the processes disagree.
         """
         self._find_trainer(state)
@@ -293,7 +293,13 @@ class MoQCallback(TrainerCallback, ExportableState):
         # Left by a run that another callback ended by an error.
         self._host.remove_callback(_AfterAll)
         model = kwargs["model"]
-        controller = self._controller_of(state, model, resumed)
+        if resumed is None and state.global_step >= state.max_steps:
+            raise MoQError(
+                "the run has no optimizer step: set num_train_epochs or max_steps to more than "
+                f"{state.global_step}"
+            )
+        length = self._length(state, resumed)
+        self.controller = controller = MoQController(model, self.config, length)
         # So that the Trainer can load what it saves.
         checkpoints_as_modules(self._host, pretrained(controller.model))
         self._began = time.perf_counter()
@@ -328,23 +334,6 @@ class MoQCallback(TrainerCallback, ExportableState):
         callback_states(state)[self._name] = self.state()
         if not controller.has_arrived:
             forget_best(state)
-
-    def _controller_of(
-        self, state: TrainerState, model: Any, resumed: Mapping[str, Any] | None
-    ) -> MoQController:
-        """Make the controller of this run.
-
-        Raises:
-            MoQError: The run has no step, or what `MoQController` raises.
-        """
-        if resumed is None and state.global_step >= state.max_steps:
-            raise MoQError(
-                "the run has no optimizer step: set num_train_epochs or max_steps to more than "
-                f"{state.global_step}"
-            )
-        length = self._length(state, resumed)
-        self.controller = MoQController(model, self.config, length)
-        return self.controller
 
     def _prepare_measuring(
         self, controller: MoQController, args: TrainingArguments, state: TrainerState

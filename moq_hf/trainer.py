@@ -128,7 +128,7 @@ class MoQTrainer(Trainer):
         float_first: bool | float | None = None,
         **kwargs: Any,
     ) -> None:
-        callbacks = list(kwargs.pop("callbacks", None) or [])
+        callbacks = list(kwargs.get("callbacks") or [])
         share = share_of(float_first)
         config = None if moq_config is None else MoQConfig.load(moq_config)
         if share is not None:
@@ -151,7 +151,7 @@ class MoQTrainer(Trainer):
         self._dropped: list[tuple[nn.Module, str, float]] = []
         # Sums over micro-batches since the last log, and how many there were.
         self._parts: dict[str, Any] = Counter()
-        super().__init__(*args, callbacks=callbacks, **kwargs)
+        super().__init__(*args, **{**kwargs, "callbacks": callbacks})
         # How this Trainer has it without a teacher.
         self._scaled_for_ga = self.loss_is_scaled_for_ga
         self.float_phase: FloatPhase | None = None

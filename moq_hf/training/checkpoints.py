@@ -195,7 +195,7 @@ def complete_checkpoint(
             getattr(model, "generation_config", None),
             processing_class,
         ):
-            if hasattr(part, "save_pretrained"):
+            if part is not None and hasattr(part, "save_pretrained"):
                 part.save_pretrained(checkpoint)
     except (OSError, ValueError) as error:
         logger.warning(

@@ -220,7 +220,7 @@ def blocks_in_words(bits: Mapping[str, int]) -> str:
     parts = []
     for width, count in sorted(Counter(bits.values()).items(), reverse=True):
         at = "in float" if width == FLOAT_BITS else f"at {width} bits"
-        parts.append(f"{count} block{'s' * (count > 1)} {at}")
+        parts.append(f"{counted(count, 'block')} {at}")
     return ", ".join(parts)
 
 
