@@ -696,10 +696,8 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     def observe(self, inputs: Mapping[str, Any]) -> None:
         """Keep a training micro-batch, as `loss` takes it, if sensitivity will be measured on it."""
-        controller = self.controller
-        samples = None if controller is None else controller.wanted_samples
-        if samples is not None:
-            samples.add(inputs)
+        if self.controller is not None:
+            self.controller.observe(inputs)
 
     def _listen(self, controller: MoQController, is_compiled: bool) -> None:
         """Watch what goes through the model in training, if anything is wanted of it."""

@@ -31,7 +31,6 @@ from .resume import (
     ratios_of_letters,
     what_counts,
 )
-from .samples import Samples
 from .sensitivity import Sensitivity
 
 logger = logging.getLogger(__name__)
@@ -203,15 +202,13 @@ class MoQController:
             lambda: self._shown(sums) + ", skipped" * skipped,
         )
 
-    @property
-    def wanted_samples(self) -> Samples | None:
-        """The training examples on which something is still to be measured; None where nothing is."""
+    def observe(self, inputs: Mapping[str, Any]) -> None:
+        """Keep a training micro-batch, as the loss takes it, if something is still to be measured."""
         is_due = self.schedule.targets is None or (
             self.config.eigenvalue.enabled and not self.has_arrived
         )
-        if self.sensitivity is None or not is_due:
-            return None
-        return self.sensitivity.samples
+        if self.sensitivity is not None and is_due:
+            self.sensitivity.samples.add(inputs)
 
     def measure(self) -> dict[str, float] | None:
         """Choose the bits under a budget and measure the sensitivity, each if it is due before the coming `step`.
