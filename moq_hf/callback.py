@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from .packed.load_check import ReferenceOutputs, kept_batch
 from .packed.save import Delivered, SaveOptions, deliver
 from .packed.state import shareable
 from .processes import gathered_state_dict, is_apart
-from .schedule import FLOAT_BITS, Switch, offset_step_of
+from .schedule import Switch, offset_step_of
 from .seams.transformers import (
     ExportableState,
     add_notebook_column,
@@ -327,8 +327,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._announce(controller, args, state)
         if self.config.gptq:
             check_possible(self._host, controller.layers.values())
-        if resumed is None:
-            self._start_from_gptq(controller.blocks)
+        if resumed is None and controller.has_begun:
+            self._start_from_gptq(controller, controller.blocks)
         # A checkpoint that was made without this callback has no entry, and the next
         # save would fail on that.
         callback_states(state)[self._name] = self.state()
@@ -460,24 +460,22 @@ class MoQCallback(TrainerCallback, ExportableState):
             tqdm.write(f"moq_hf: {controller.choice.table()}")
         begins_quantized = schedule.steps == schedule.offset == 0
         switches = controller.step(eigenvalues)
-        self._start_from_gptq({switch.block for switch in switches})
+        self._start_from_gptq(controller, [switch.block for switch in switches])
         self._has_switched = bool(switches) or begins_quantized
         if not had_arrived:
             # What was evaluated so far is not a candidate for the best quantized model.
             forget_best(state)
 
-    def _start_from_gptq(self, blocks: Collection[str]) -> None:
-        """Round the weights of blocks that are at fewer bits now, if the config says so."""
-        controller = self.controller
-        if controller is None or not self.config.gptq:
-            return
+    def _start_from_gptq(
+        self, controller: MoQController, blocks: Iterable[str]
+    ) -> None:
+        """Round the weights of blocks that are at fewer bits now, in model order, if the config says so."""
         layers = [
-            layer
-            for block, names in controller.blocks.items()
-            for layer in map(controller.layers.__getitem__, names)
-            if block in blocks and layer.moq.bits != FLOAT_BITS
+            controller.layers[name]
+            for block in blocks
+            for name in controller.blocks[block]
         ]
-        if layers:
+        if layers and self.config.gptq:
             start_from_gptq(self._host, controller.model, layers, self.config.gptq)
 
     def _was_skipped(self, optimizer: Any) -> bool:
