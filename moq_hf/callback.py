@@ -340,9 +340,11 @@ class MoQCallback(TrainerCallback, ExportableState):
     ) -> None:
         if controller.sensitivity is None:
             return
-        rows = (
-            state.train_batch_size or args.train_batch_size
-        ) * args.gradient_accumulation_steps
+        # A resumed run has the checkpoint's state, and goes on with a batch size of its own.
+        batch = args.train_batch_size
+        if args.auto_find_batch_size and state.train_batch_size:
+            batch = state.train_batch_size
+        rows = batch * args.gradient_accumulation_steps
         controller.sensitivity.set_run_length(
             state.max_steps, rows, args.bf16 or args.fp16
         )

@@ -180,8 +180,7 @@ class MoQTrainer(Trainer):
                 )
         elif resume_from_checkpoint:
             check_whole(resume_from_checkpoint)
-        had_moq = self.moq is not None
-        if self._live_moq() is None and had_moq:
+        if self._live_moq() is None and self.moq is not None:
             raise MoQError(
                 "the MoQCallback of this MoQTrainer was removed: its model would train on at the bits that it has now, "
                 "and nothing would be delivered; leave the callback in, or train a float model in another Trainer"
@@ -564,10 +563,13 @@ class MoQTrainer(Trainer):
             write_run_card(folder, self, *args, **kwargs)
 
     def _live_moq(self) -> MoQCallback | None:
-        """The callback of this Trainer, which it may share with others."""
+        """The callback of this Trainer, which it may share with others; None if it was removed."""
+        if self.moq is None:
+            return None
         # restore_callback_states_from_checkpoint puts a new object instead of the one
         # that was passed.
-        if self.moq is not None:
-            found = (c for c in callbacks_of(self) if isinstance(c, MoQCallback))
-            self.moq = next(found, None)
-        return self.moq
+        for callback in callbacks_of(self):
+            if isinstance(callback, MoQCallback):
+                self.moq = callback
+                return callback
+        return None
