@@ -80,6 +80,18 @@ def deterministic() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def parsed_once() -> Iterator[None]:
+    """The functions that operators become, which torch.onnx parses anew at each export: most of its time here."""
+    from functools import cache
+
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
+        yield
+
+
 @pytest.fixture(scope="session")
 def stranger() -> Iterator[Any]:
     """A `model_zoo.Stranger`; one process for all tests, since it takes seconds to start."""

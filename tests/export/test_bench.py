@@ -1,6 +1,8 @@
 """`moq-hf bench` measures every engine at every shape, goes on where one fails, and says which file to deploy."""
 
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from moq_hf import MoQError
 from moq_hf.cli import main
-from moq_hf.export import bench
+from moq_hf.export import bench, onnx
 from moq_hf.export.bench import Benchmark, Measured, benchmark
 from moq_hf.export.compare import Comparison, read_data
 
@@ -21,6 +23,24 @@ SMALL: dict[str, Any] = {"batch": 1, "sequence": 8}
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = BertForSequenceClassification(BertConfig(**SHAPE))
     return checkpoint(tmp_path_factory.mktemp("bench") / "packed", model, config_of())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def written_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each file of the checkpoint is exported once, for all tests."""
+    folder = tmp_path_factory.mktemp("written")
+    write_model = onnx.write_model
+
+    def write(prepared: Any, example: Any, path: Path) -> int:
+        kept = folder / path.name
+        if not kept.exists():
+            write_model(prepared, example, kept)
+        shutil.copy(kept, path)
+        return path.stat().st_size
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnx, "write_model", write)
+        yield
 
 
 def test_every_engine_its_answers_and_the_file_to_deploy(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
