@@ -75,7 +75,7 @@ RUN_BY = {
     EXPORT: "test_python_blocks",
     HUB: "test_the_names_that_others_look_for in export/test_onnx.py",
     PACK: "test_pack_command",
-    GGUF: "test_gguf_command",
+    GGUF: "test_one_command_runs_the_converter in export/test_gguf.py",
     MIGRATE: "test_migrate_command",
     BENCH: "test_bench_command",
     "pip install '.[glue]'": "test_the_extras",
@@ -252,32 +252,6 @@ def test_the_sft_example(checkout: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Verified: loaded with plain transformers, the saved model gives identical outputs" in done.stdout
     assert "GGUF: left out" in done.stdout and "of 48 answers are right; moq_hf is imported: False" in done.stdout
-
-
-# Something small that takes the place of llama.cpp's converter.
-CONVERTER = """
-import sys
-from pathlib import Path
-
-sys.path.insert(0, {helpers!r})
-from gguf_base import write_base
-from transformers import AutoModelForCausalLM
-
-folder, *_, out = sys.argv[1:]
-write_base(AutoModelForCausalLM.from_pretrained(folder), Path(out))
-"""
-
-
-def test_gguf_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("gguf")
-    monkeypatch.setattr("moq_hf.export.gguf.require", lambda *names: None)
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(num_hidden_layers=1, **sizes))
-    with chdir(tmp_path):
-        save_quantized(quantize_model(model, "lm-w4"), "runs/chat/quantized")
-        Path("convert_hf_to_gguf.py").write_text(CONVERTER.format(helpers=str(ROOT / "tests" / "helpers")))
-        assert cli.main(shlex.split(GGUF)[1:]) == 0
-        assert Path("runs/chat.gguf").is_file()
 
 
 def test_migrate_command(tmp_path: Path) -> None:

@@ -300,9 +300,8 @@ def moq(serve: list[str], bits: int = 4, **more: Any) -> dict[str, Any]:
     return {"quantize_bits": {"start_bits": 8, "target_bits": bits}, "serve": serve, **more}
 
 
-@pytest.mark.parametrize("serve", [["transformers"], ["vllm", "sglang"], ["llama.cpp", "vllm"]])
-def test_the_common_grid_passes(serve: list[str]) -> None:
-    quantize_model(llama(), moq(serve))
+def test_the_preset_for_language_models_passes() -> None:
+    quantize_model(llama(), MoQConfig.load("lm-w4", serve=["transformers", "vllm", "sglang", "llama.cpp"]))
 
 
 def test_all_reasons_are_one_error() -> None:

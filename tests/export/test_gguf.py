@@ -150,9 +150,11 @@ def test_full_ranges_with_scales_that_float16_holds_are_exact(tmp_path: Path) ->
     }.items()
     assert min(float(weight.scale.min()) for weight in weights.values()) < 0
     tensors, floats = read(found.path)[0], hf.LlamaForCausalLM.from_pretrained(tmp_path / "base.floats").state_dict()
-    for name, heads in (("q_proj", 4), ("k_proj", 2)):
-        tensor = tensors[f"blk.1.attn_{name[0]}.weight"]
-        exact = permuted(floats[f"model.layers.1.self_attn.{name}.weight"].numpy(), heads)
+    # Of 3, 4 and 8 bits.
+    for name, heads in (("q", 4), ("k", 2), ("v", None)):
+        tensor = tensors[f"blk.1.attn_{name}.weight"]
+        exact = floats[f"model.layers.1.self_attn.{name}_proj.weight"].numpy()
+        exact = permuted(exact, heads) if heads else exact
         assert np.array_equal(gguf.quants.dequantize(tensor.data, tensor.tensor_type), exact)
 
 
@@ -170,7 +172,7 @@ def test_conv1d_a_tied_head_and_tables_that_stay_floats(tmp_path: Path) -> None:
     assert "output.weight" not in tensors and tensors["token_embd.weight"].tensor_type is Kind.F16
 
 
-def test_position_tables_keep_the_bases_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_position_tables_keep_the_bases_floats(tmp_path: Path) -> None:
     model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=2, n_positions=32))
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
@@ -289,39 +291,39 @@ def test_nothing_is_replaced(tmp_path: Path, checkpoint: Path, base: Path) -> No
 
 
 CONVERTER = """
-import sys
-sys.path.insert(0, {helpers!r})
+import shutil, sys
 from pathlib import Path
-from gguf_base import write_base
-from transformers import AutoModelForCausalLM
 
-folder, *_, out = sys.argv[1:]
-if {fails}:
-    sys.exit("Model LlamaForCausalLM is not supported")
-write_base(AutoModelForCausalLM.from_pretrained(folder), Path(out))
+folder, *options, out = sys.argv[1:]
+given, wanted = (Path(each, "model.safetensors").read_bytes() for each in (folder, {floats!r}))
+assert given == wanted and options == ["--outtype", "f16", "--outfile"]
+shutil.copy({base!r}, out)
 """
 
 
 def test_one_command_runs_the_converter(
     tmp_path: Path,
     checkpoint: Path,
+    base: Path,
     exported: GgufExport,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """The command is that of the docs; the converter may be given as its folder too."""
     monkeypatch.setattr(gguf_module, "require", lambda *names: None)
-    helpers = str(Path(__file__).parents[1] / "helpers")
-    script = tmp_path / "llama.cpp" / "convert_hf_to_gguf.py"
-    script.parent.mkdir()
-    command = ["export", str(checkpoint), "--to", "gguf", str(tmp_path / "out.gguf"), "--converter"]
+    monkeypatch.chdir(tmp_path)
+    Path("runs/chat").mkdir(parents=True)
+    Path("runs/chat/quantized").symlink_to(checkpoint)
+    command = ["export", "runs/chat/quantized", "--to", "gguf", "runs/chat.gguf", "--converter"]
+    script = Path("convert_hf_to_gguf.py")
     assert cli.main([*command, str(script)]) == 2
     assert "convert_hf_to_gguf.py is not there" in capsys.readouterr().err
-    script.write_text(CONVERTER.format(helpers=helpers, fails=True))
-    assert cli.main([*command, str(script)]) == 2
+    script.write_text("raise SystemExit('Model LlamaForCausalLM is not supported')")
+    assert cli.main([*command, "."]) == 2
     assert "Model LlamaForCausalLM is not supported" in capsys.readouterr().err
-    script.write_text(CONVERTER.format(helpers=helpers, fails=False))
-    assert cli.main([*command, str(script.parent)]) == 0
-    assert (tmp_path / "out.gguf").read_bytes() == exported.path.read_bytes()
+    script.write_text(CONVERTER.format(floats=str(base.with_suffix(".floats")), base=str(base)))
+    assert cli.main([*command, str(script)]) == 0
+    assert Path("runs/chat.gguf").read_bytes() == exported.path.read_bytes()
 
 
 def test_the_command(

@@ -57,16 +57,6 @@ def test_every_grid_reads_back_as_codes_times_half_scales(bits: int, grouping: G
     assert np.abs(found - exact).max() <= (steps * step).max()
 
 
-@pytest.mark.parametrize(("bits", "least"), [(4, -8), (8, -128)])
-def test_the_whole_range_with_scales_of_any_sign(bits: int, least: int) -> None:
-    codes = torch.arange(64, dtype=torch.int32).reshape(2, 32) % -least - 5
-    codes[:, 0] = least
-    stored = Quantized(codes, torch.tensor([[-0.5], [0.25]]), None)
-    blocks = blocks_of(stored, layer_of(stored, bits), "x")
-    found = values_of(blocks)
-    assert np.array_equal(found, quantizer.dequantize(*stored).numpy()) and blocks.error == 0
-
-
 def test_scales_that_float16_cannot_hold() -> None:
     codes = torch.ones(2, 32, dtype=torch.int32)
     for scale in (1e5, 1e-9):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 
-from moq_hf import MoQError, quantize_model, quantizer, save_quantized
+from moq_hf import quantize_model, quantizer, save_quantized
 from moq_hf.export.floats import export_floats
 from moq_hf.export.gguf import blocks_of, export_gguf
 from moq_hf.formats.stored import StoredLayer
@@ -30,10 +30,10 @@ SHAPE = {
 }
 
 
-def delivered(folder: Path, config: dict[str, Any], **shape: Any) -> tuple[Path, Path]:
+def delivered(folder: Path, config: dict[str, Any]) -> tuple[Path, Path]:
     """A packed checkpoint, and the base that llama.cpp's converter would make of it."""
     hf.set_seed(0)
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE | shape)).to(torch.bfloat16)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE)).to(torch.bfloat16)
     packed = save_quantized(quantize_model(model, config), folder / "packed")
     export_floats(packed, folder / "floats")
     return packed, write_base(hf.AutoModelForCausalLM.from_pretrained(folder / "floats"), folder / "base.gguf")
@@ -73,11 +73,3 @@ def test_ggufs_own_quantizer_makes_the_same_bytes_of_mxfp4() -> None:
     assert np.array_equal(gguf.quants.dequantize(theirs, kind), gguf.quants.dequantize(blocks.raw, kind))
     exponents = np.s_[:, ::17]
     assert np.array_equal(blocks.raw[exponents], theirs[exponents])
-
-
-def test_columns_that_do_not_fill_nvfp4s_blocks_are_an_error(tmp_path: Path) -> None:
-    packed, base = delivered(tmp_path, {"quantize_format": "nvfp4"}, intermediate_size=48)
-    with pytest.raises(
-        MoQError, match=r"a multiple of 64 columns \(in_features\), not 48 \(model\.layers\.0\.mlp\.down_proj\)"
-    ):
-        export_gguf(packed, tmp_path / "out.gguf", base)

@@ -1,5 +1,6 @@
 """The flavors that multiply integers: what was trained is what is computed, on the CPUs that a file is made for."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
-from onnx_layer import export_layer, from_same_arithmetic
+from onnx_layer import export_layers, from_same_arithmetic
 from packed_bert import SHAPE, TOKENIZER, checkpoint, config_of
+from torch import nn
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, set_seed
 
 from moq_hf import MoQConfig, MoQError, quantizer, save_quantized
@@ -31,7 +33,7 @@ from moq_hf.export.onnx_layers import (
     target_of,
 )
 from moq_hf.formats.stored import per_row
-from moq_hf.grid import Grid, InputGrid, InputScale, PerChannel, PerGroup, RowBlocks
+from moq_hf.grid import Grid, InputGrid, PerChannel, PerGroup, RowBlocks
 from moq_hf.inputs import fake_quantize_input, static_scale
 from moq_hf.training.controller import MoQController
 
@@ -39,140 +41,117 @@ needs_vnni = pytest.mark.skipif(target_here() != "vnni", reason="products of 8 b
 
 
 @pytest.mark.parametrize("signed", [pytest.param(True, marks=needs_vnni), False], ids=["signed", "unsigned"])
-@pytest.mark.parametrize(
-    ("bits", "grid"),
-    [(8, Grid(PerChannel())), (3, Grid(RowBlocks(2), symmetric=False))],
-    ids=["symmetric", "not"],
-)
-@pytest.mark.parametrize("scale", INT8_SCALES)
-def test_a_layer_computes_what_training_does(
-    scale: InputScale, bits: int, signed: bool, grid: Grid, tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    weight = per_row(quantizer.quantize(torch.randn(6, 16), 8, grid))
-    if weight.zero_point is not None:
-        weight = weight._replace(codes=weight.codes - 128, zero_point=weight.zero_point - 128)
-    bias, inputs = torch.randn(6), InputGrid(bits, scale)
-    # Some of the values are beyond the range.
-    x, largest = torch.randn(2, 5, 16) + 0.5, torch.tensor(2.0)
-    x[0, 0] = 0.0
-    layer = OnnxInt8Linear(weight, bias, inputs, 2.0 if scale == "static" else None, signed)
-    assert layer.codes.dtype == (torch.int8 if signed else torch.uint8)
-    found = export_layer(layer, x, tmp_path / "layer.onnx")
-    rounded = fake_quantize_input(x, inputs, static_scale(largest[None], bits))
-    assert not torch.equal(rounded, x)
-    expected = rounded.double() @ quantizer.dequantize(*weight).double().T + bias
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    # A code more or less would be seen.
-    assert (
-        float(
-            (fake_quantize_input(x, InputGrid(bits - 1, scale), static_scale(largest[None], bits - 1)) - rounded)
-            .abs()
-            .max()
+def test_layers_compute_what_training_does(signed: bool, tmp_path: Path) -> None:
+    grids = [(8, Grid(PerChannel())), (3, Grid(RowBlocks(2), symmetric=False))]
+    layers, inputs, expected = [], [], []
+    largest = torch.tensor(2.0)
+    for scale, (bits, grid) in itertools.product(INT8_SCALES, grids):
+        torch.manual_seed(0)
+        weight = as_stored(per_row(quantizer.quantize(torch.randn(6, 16), 8, grid)), 8)
+        # Some of the values are beyond the range.
+        bias, x = torch.randn(6), torch.randn(2, 5, 16) + 0.5
+        x[0, 0] = 0.0
+        layers.append(OnnxInt8Linear(weight, bias, InputGrid(bits, scale), 2.0 if scale == "static" else None, signed))
+        assert layers[-1].codes.dtype == (torch.int8 if signed else torch.uint8)
+        rounded, coarser = (
+            fake_quantize_input(x, InputGrid(each, scale), static_scale(largest[None], each))
+            for each in (bits, bits - 1)
         )
-        > 1e-2
-    )
+        # A code more or less would be seen.
+        assert not torch.equal(rounded, x) and float((coarser - rounded).abs().max()) > 1e-2
+        inputs.append(x)
+        expected.append(rounded.double() @ quantizer.dequantize(*weight).double().T + bias)
+    for found, wanted in zip(export_layers(layers, inputs, tmp_path / "layers.onnx"), expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @needs_vnni
 def test_qdq_computes_what_training_does(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     weight = quantizer.quantize(torch.randn(6, 16), 8, Grid(PerChannel()))
-    x, largest, path = torch.randn(2, 5, 16), torch.tensor(2.0), tmp_path / "layer.onnx"
-    bias = torch.randn(6)
-    found = export_layer(OnnxQdqLinear(weight, bias, 2.0), x, path)
+    x, largest, bias = torch.randn(2, 5, 16), torch.tensor(2.0), torch.randn(6)
+    (found,) = export_layers([OnnxQdqLinear(weight, bias, 2.0)], [x], tmp_path / "layer.onnx")
     rounded = fake_quantize_input(x, InputGrid(8, "static"), static_scale(largest[None], 8))
     expected = rounded @ quantizer.dequantize(*weight).T + bias
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("bits", "group", "symmetric"),
-    [
-        (1, None, True),
-        (2, None, True),
-        (2, 64, False),
-        (3, 32, True),
-        (4, None, False),
-        (4, 128, True),
-        (6, None, True),
-        (8, 64, False),
-    ],
-)
-def test_nbits_computes_what_training_does(bits: int, group: int | None, symmetric: bool, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    columns = 128 if group else 100
-    grid = Grid(PerGroup(group) if group else PerChannel(), symmetric=symmetric, full=None if symmetric else False)
-    weight = quantizer.quantize(torch.randn(6, columns), bits, grid)
-    expected = quantizer.dequantize(*weight)
-    if weight.zero_point is not None:
-        half = 2 ** (bits - 1)
-        weight = weight._replace(codes=weight.codes - half, zero_point=weight.zero_point - half)
-    inputs = InputGrid(8, "per_block").beside(columns, weight.scale.shape[1])
-    bias, x = torch.randn(6), torch.randn(2, 5, columns)
-    layer = OnnxNBitsLinear(weight, bias, bits, inputs.block)
-    torch.testing.assert_close(layer.weight, expected)
-    found = export_layer(layer, x, tmp_path / "layer.onnx")
-    rounded = fake_quantize_input(x, inputs)
-    torch.testing.assert_close(found.double(), rounded.double() @ expected.double().T + bias, rtol=1e-5, atol=1e-5)
-    assert float((rounded @ expected.T - x @ expected.T).abs().max()) > 1e-3
-    # A byte holds as many codes as fit.
-    assert layer.codes.numel() == 6 * 128 * layer.bits // 8
+def test_nbits_computes_what_training_does(tmp_path: Path) -> None:
+    layers, inputs, expected = [], [], []
+    symmetric_ones = [(1, None, True), (2, None, True), (3, 32, True), (4, 128, True), (6, None, True)]
+    for bits, group, symmetric in [*symmetric_ones, (2, 64, False), (4, None, False), (8, 64, False)]:
+        torch.manual_seed(0)
+        columns = 128 if group else 100
+        grid = Grid(PerGroup(group) if group else PerChannel(), symmetric=symmetric, full=None if symmetric else False)
+        weight = as_stored(quantizer.quantize(torch.randn(6, columns), bits, grid), bits)
+        floats = quantizer.dequantize(*weight)
+        own = InputGrid(8, "per_block").beside(columns, weight.scale.shape[1])
+        bias, x = torch.randn(6), torch.randn(2, 5, columns)
+        layer = OnnxNBitsLinear(weight, bias, bits, own.block)
+        torch.testing.assert_close(layer.weight, floats)
+        # A byte holds as many codes as fit.
+        assert layer.codes.numel() == 6 * 128 * layer.bits // 8
+        rounded = fake_quantize_input(x, own)
+        assert float((rounded @ floats.T - x @ floats.T).abs().max()) > 1e-3
+        layers.append(layer)
+        inputs.append(x)
+        expected.append(rounded.double() @ floats.double().T + bias)
+    for found, wanted in zip(export_layers(layers, inputs, tmp_path / "layers.onnx"), expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("bits", [7, 8])
-def test_the_largest_sums_do_not_saturate_on_any_cpu(bits: int, tmp_path: Path) -> None:
+def test_the_largest_sums_do_not_saturate_on_any_cpu(tmp_path: Path) -> None:
     codes = torch.full((16, 64), 127, dtype=torch.int32)
     codes[::2] = -127
     weight = quantizer.Quantized(codes, torch.full((16, 1), 0.5), None)
-    layer = OnnxInt8Linear(weight, None, InputGrid(bits, "per_token"), None, is_exact_signed(codes, bits))
-    assert layer.codes.dtype == (torch.int8 if bits == 7 else torch.uint8)
+    grids = [InputGrid(bits, "per_token") for bits in (7, 8)]
+    layers = [OnnxInt8Linear(weight, None, grid, None, is_exact_signed(codes, grid.bits)) for grid in grids]
+    assert [layer.codes.dtype for layer in layers] == [torch.int8, torch.uint8]
     x = torch.full((8, 64), 2.0)
-    found = export_layer(layer, x, tmp_path / "layer.onnx")
-    rounded = fake_quantize_input(x, InputGrid(bits, "per_token"))
-    torch.testing.assert_close(found, rounded @ quantizer.dequantize(*weight).T)
+    for found, grid in zip(export_layers(layers, [x, x], tmp_path / "layers.onnx"), grids, strict=True):
+        torch.testing.assert_close(found, fake_quantize_input(x, grid) @ quantizer.dequantize(*weight).T)
 
 
-@pytest.mark.parametrize(
-    ("bits", "grouping", "symmetric"),
-    [(8, PerChannel(), True), (8, PerGroup(8), False), (4, PerChannel(), False), (4, PerGroup(8), True)],
-)
-def test_a_table_that_the_model_reads_is_dequantized(
-    bits: int, grouping: PerChannel | PerGroup, symmetric: bool, tmp_path: Path
-) -> None:
-    weight = quantizer.quantize(1 + torch.randn(6, 16), bits, Grid(grouping, symmetric=symmetric))
-    if weight.zero_point is not None:
-        # As a folder has them.
-        codes, scale, zero = weight
-        weight = quantizer.Quantized(codes - 2 ** (bits - 1), scale, zero - 2 ** (bits - 1))
-    table = OnnxEmbedding(weight, bits)
-    floats = quantizer.dequantize(*weight)
-    assert table.halved == (bits == 4) and torch.equal(table.weight, floats)
-    ids = torch.tensor([[3, 0, 5], [1, 1, 2]])
-    assert torch.equal(export_layer(table, ids, tmp_path / "table.onnx"), floats[ids])
-    head = OnnxTiedLinear(table, None, packed=True)
-    x = torch.randn(2, 16)
-    found = export_layer(head, x, tmp_path / "head.onnx")
-    torch.testing.assert_close(found, x @ floats.T, rtol=1e-5, atol=1e-5)
+def as_stored(weight: quantizer.Quantized, bits: int) -> quantizer.Quantized:
+    """As a folder has them: codes and zero points below 0 too."""
+    if weight.zero_point is None:
+        return weight
+    half = 2 ** (bits - 1)
+    return weight._replace(codes=weight.codes - half, zero_point=weight.zero_point - half)
 
 
-@pytest.mark.parametrize(
-    ("bits", "columns", "group", "block"),
-    [(4, 64, 64, 64), (3, 48, 48, 16), (8, 64, 64, None), (4, 18, 18, None), (4, 512, 128, 128), (4, 96, 8, None)],
-)
-def test_a_tied_head_multiplies_floats_with_the_codes_of_its_table(
-    bits: int, columns: int, group: int, block: int | None, tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    weight = quantizer.quantize(torch.randn(6, columns), bits, Grid(PerGroup(group)))
-    bias, x = torch.randn(6), torch.randn(2, 5, columns)
-    head = OnnxTiedLinear(OnnxEmbedding(weight, bits), bias, packed=True)
-    assert head.block == block
-    found = export_layer(head, x, tmp_path / "head.onnx")
-    torch.testing.assert_close(found, x @ quantizer.dequantize(*weight).T + bias, rtol=1e-5, atol=1e-5)
-    graph = onnx.load(tmp_path / "head.onnx").graph
-    kinds = {node.op_type for node in graph.node}
-    assert ("MatMulNBits" in kinds, "MatMul" in kinds) == (block is not None, block is None)
+def test_a_table_that_the_model_reads_is_dequantized(tmp_path: Path) -> None:
+    ids, x = torch.tensor([[3, 0, 5], [1, 1, 2]]), torch.randn(2, 16)
+    layers: list[nn.Module] = []
+    expected = []
+    for bits, grouping in itertools.product((8, 4), (PerChannel(), PerGroup(8))):
+        grid = Grid(grouping, symmetric=(bits == 8) == (grouping == PerChannel()))
+        weight = as_stored(quantizer.quantize(1 + torch.randn(6, 16), bits, grid), bits)
+        table = OnnxEmbedding(weight, bits)
+        floats = quantizer.dequantize(*weight)
+        assert table.halved == (bits == 4) and torch.equal(table.weight, floats)
+        layers += [table, OnnxTiedLinear(table, None, packed=True)]
+        expected += [floats[ids], x @ floats.T]
+    found = export_layers(layers, [ids, x] * 4, tmp_path / "layers.onnx")
+    for each in range(0, 8, 2):
+        assert torch.equal(found[each], expected[each])
+        torch.testing.assert_close(found[each + 1], expected[each + 1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_tied_head_multiplies_floats_with_the_codes_of_its_table(tmp_path: Path) -> None:
+    cases = [(4, 64, 64, 64), (3, 48, 48, 16), (8, 64, 64, None), (4, 18, 18, None), (4, 512, 128, 128)]
+    layers, inputs, expected = [], [], []
+    for bits, columns, group, block in [*cases, (4, 96, 8, None)]:
+        torch.manual_seed(0)
+        weight = quantizer.quantize(torch.randn(6, columns), bits, Grid(PerGroup(group)))
+        bias, x = torch.randn(6), torch.randn(2, 5, columns)
+        layers.append(OnnxTiedLinear(OnnxEmbedding(weight, bits), bias, packed=True))
+        assert layers[-1].block == block
+        inputs.append(x)
+        expected.append(x @ quantizer.dequantize(*weight).T + bias)
+    for found, wanted in zip(export_layers(layers, inputs, tmp_path / "heads.onnx"), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "heads.onnx").graph.node]
+    assert kinds.count("MatMulNBits") == kinds.count("MatMul") == 3
 
 
 @pytest.mark.parametrize(
@@ -333,21 +312,6 @@ def test_wrong_options(
     with pytest.raises(MoQError, match=message):
         export_onnx(trained[0], tmp_path / "out", **asked)
     assert not (tmp_path / "out").exists()
-
-
-def test_sums_before_a_norm_are_not_fused(trained: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
-    export_onnx(trained[0], tmp_path / "out", flavors=["float", "weight-only"])
-
-    def operators(name: str) -> list[str]:
-        options = onnxruntime.SessionOptions()
-        options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-        options.log_severity_level = 3
-        onnxruntime.InferenceSession(tmp_path / "out" / name, options, providers=["CPUExecutionProvider"])
-        return [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
-
-    assert "SkipLayerNormalization" not in operators("model.onnx")
-    # As PyTorch exports it, so that what others make of it can be compared.
-    assert "SkipLayerNormalization" in operators("model_float.onnx")
 
 
 def test_layers_that_share_their_input_share_its_codes(guarded: bytes) -> None:
