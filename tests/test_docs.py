@@ -245,10 +245,8 @@ def test_the_extras() -> None:
 def test_the_sft_example(checkout: Path) -> None:
     """Its last step is the second command, which the first one runs. The others need vLLM and llama.cpp."""
     pytest.importorskip("trl")
-    command = [sys.executable, "examples/sft/train.py", "--output_dir", "runs/sft", "--max_steps", "20"]
-    done = subprocess.run(
-        command, cwd=checkout, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=900
-    )
+    words = ("examples/sft/train.py", "--output_dir", "runs/sft", "--max_steps", "20")
+    done = programs.run(*words, cwd=checkout, timeout=900, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert "Verified: loaded with plain transformers, the saved model gives identical outputs" in done.stdout
     assert "GGUF: left out" in done.stdout and "of 48 answers are right; moq_hf is imported: False" in done.stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu
+import programs
 import pytest
 from gpu import Report, Run, Section
 from repo import ROOT
@@ -116,8 +117,7 @@ def test_the_table(tmp_path: Path) -> None:
 
 
 def script(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return programs.run(str(ROOT / "benchmarks" / "gpu.py"), *words, cwd=ROOT)
 
 
 def test_small_figures_do_not_pass_for_a_gpu_s(

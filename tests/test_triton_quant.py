@@ -8,7 +8,6 @@ import inspect
 import logging
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,9 +16,11 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import programs
 import pytest
 import torch
 from numerics import GROUPINGS, HALF_MODES, MODES, same_bits
+from repo import ROOT
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -99,20 +100,21 @@ def agrees(weight: torch.Tensor, bits: int, grid: Grid, **how: Any) -> bool:
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is a process of its own")
 def test_in_triton_s_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    done = programs.run("-m", "pytest", "-q", *programs.NESTED, __file__, cwd=ROOT, timeout=600, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) > 100, done.stdout
 
 
 @on_device
-@pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
+@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("mode", UNIFORM, ids=str)
-def test_the_kernel_is_the_definition(mode: tuple[int, Grid], grouping: Grouping) -> None:
-    bits, grid = mode[0], replace(mode[1], grouping=grouping)
+def test_the_kernel_is_the_definition(mode: tuple[int, Grid], half: int) -> None:
+    # The kernel sees a grouping as the length of its groups: two of them for each mode.
+    place = (UNIFORM.index(mode) // 2 + half) % 4
+    bits, grid = mode[0], replace(mode[1], grouping=GROUPINGS[place])
     # Each combination of dtypes and options comes up over the cases.
-    case = UNIFORM.index(mode) + GROUPINGS.index(grouping)
+    case = UNIFORM.index(mode) + place
     weight = torch.randn(6, 33) * torch.randn(6, 1).exp()
     weight[0, :3] = torch.tensor([0.0, -0.0, 1e-42 if case % 3 != 1 else 0.0])
     weight[-1] = 0.0
@@ -365,15 +367,16 @@ def test_it_compiles_for_the_oldest_and_the_newest_gpus(
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="it chooses for itself")
-def test_the_interpreter_may_be_chosen_after_the_import() -> None:
-    program = (
+def test_the_interpreter_may_be_chosen_after_the_import(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
         "import os, torch, moq_hf.kernels.triton\n"
         "from moq_hf import triton_quant\n"
         "os.environ['TRITON_INTERPRET'] = '1'\n"
         "triton_quant.fake_quantize(torch.randn(4, 300), 4)\n"
         "assert list(triton_quant._works.values()) == [True], triton_quant._works\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "TRITON_INTERPRET": "0"})
+    done = programs.run(str(tmp_path / "program.py"), cwd=ROOT, TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("triton", [None, ModuleType("triton")], ids=["missing", "old"])
@@ -387,19 +390,6 @@ def test_without_a_triton_that_works_one_warning_says_so_for_a_gpu(
         assert not triton_quant.available(torch.device("cuda", 0))
     (record,) = caplog.records
     assert "not used on cuda:0" in record.message and "it needs Triton 3.4 or later" in record.message
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing of it is of the kernel")
-def test_needs_no_triton_to_be_imported() -> None:
-    program = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch\n"
-        "from moq_hf import quantize_model, triton_quant\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))\n"
-        "quantize_model(model, {'quantizer_kernel': True, 'quantize_bits': {'start_bits': 4, 'target_bits': 4}})\n"
-        "assert 'bits=4' in repr(model) and not triton_quant.available(torch.device('cpu'))\n"
-    )
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the kernel can run here")

@@ -12,9 +12,16 @@ ROOT = Path(__file__).parents[1]
 # The tools and the dependencies that are here already, since a test has no network.
 OFFLINE = ["--no-deps", "--no-index", "--quiet"]
 SCRIPT = """
-import pathlib, moq_hf
-from moq_hf import MoQCallback
+import pathlib, sys
+# As where Triton is not installed.
+sys.modules["triton"] = None
+import torch
+import moq_hf
+from moq_hf import MoQCallback, quantize_model, triton_quant
 assert pathlib.Path(moq_hf.__file__).is_relative_to({site!r}), moq_hf.__file__
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+quantize_model(model, {{"quantizer_kernel": True, "quantize_bits": {{"start_bits": 4, "target_bits": 4}}}})
+assert "bits=4" in repr(model) and not triton_quant.available(torch.device("cpu"))
 print(MoQCallback("w4").config.bits)
 """
 
@@ -42,6 +49,6 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path: Path) -> None:
     run(*pip, f"--python={home / 'bin' / 'python'}", "install", *OFFLINE, wheel, cwd=tmp_path)
     installed = {path.relative_to(site) for path in (site / "moq_hf").rglob("*") if "__pycache__" not in path.parts}
     assert installed == {path.relative_to(source) for path in (source / "moq_hf").rglob("*")}
-    assert run(home / "bin" / "python", "-c", SCRIPT.format(site=str(site)), cwd=tmp_path) == "4\n"
+    assert run(home / "bin" / "python", "-W", "error", "-c", SCRIPT.format(site=str(site)), cwd=tmp_path) == "4\n"
     assert run(home / "bin" / "moq-hf", "--version", cwd=tmp_path).startswith("moq_hf 0.2")
     assert "every block" in run(home / "bin" / "moq-hf", "plan", "w4", "--max_steps", "345", cwd=tmp_path)
