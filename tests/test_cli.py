@@ -1,28 +1,30 @@
 """The command line as such: what it prints without torch, and a reader that has seen enough."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from repo import ROOT
 
+import moq_hf
 from moq_hf import __version__, cli
 
 HELP = """
-import sys
+import contextlib, sys
 from moq_hf import cli
-try:
-    cli.main({words!r})
-except SystemExit:
-    pass
-sys.exit(", ".join({{"torch", "transformers"}} & set(sys.modules)) or 0)
+for words in ("--help", "--version", "plan --help", "export --help"):
+    with contextlib.suppress(SystemExit):
+        cli.main(words.split())
+sys.exit(", ".join({"torch", "transformers"} & set(sys.modules)) or 0)
 """
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "--help"], ["export", "--help"]])
-def test_help_imports_neither_torch_nor_transformers(words: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-c", HELP.format(words=words)], capture_output=True, text=True, timeout=60)
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -34,9 +36,8 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_closed_pipe_ends_quietly() -> None:
     command = f"{sys.executable} -m moq_hf.cli plan configs/moq.json --max_steps 345"
-    root = Path(__file__).parents[1]
     done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {command} | true"], cwd=root, capture_output=True, text=True, timeout=60
+        ["bash", "-c", f"set -o pipefail; {command} | true"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -61,15 +62,38 @@ def test_migrate_writes_a_config_that_fits_the_run(
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
 
 
+PLAN = ["plan", "configs/moq_eigen.json", "--max_steps"]
+
+
+def test_a_plan_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert cli.main([*PLAN, "345"]) == 0
+    assert capsys.readouterr().out == f"{moq_hf.plan(PLAN[1], 345)}\n"
+
+
 @pytest.mark.parametrize(
-    ("words", "what"),
+    "words, text",
     [
-        (["plan", "w9", "--max_steps", "9"], "the presets are"),
-        (["migrate", "nowhere.json", "--max_steps", "9"], "nowhere.json does not exist"),
-        (["inspect", "nowhere"], "nowhere is not a directory"),
+        (PLAN[:-1], "^error: the following arguments are required: --max_steps"),
+        (
+            [*PLAN, "0"],
+            r'^error: argument --max_steps: must be a whole number from 1 .*, got "0"; moq-hf plan --help shows',
+        ),
+        ([*PLAN, "40000000000000000000"], r'must be a whole number from 1 and below 2\*\*63, got "4000'),
+        ([*PLAN, "9" * 5000], r'must be a whole number from 1 and below 2\*\*63, got "9+\.\.\.'),
+        (["export", "DIR", "--to", "onnx", "OUT", "--tolerance", "nan"], 'must be a number above 0, got "nan"'),
+        ([], "COMMAND"),
+        (["plan", "none.json", "--max_steps", "9"], "^error: cannot read the MoQ config none.json"),
+        (["plan", "w9", "--max_steps", "9"], "^error: .*the presets are"),
+        (["migrate", "nowhere.json", "--max_steps", "9"], "^error: nowhere.json does not exist"),
+        (["inspect", "nowhere"], "^error: nowhere is not a directory"),
+        (["report", "none"], "^error: none is not a folder"),
     ],
 )
-def test_errors_name_what_to_type(words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words) == 2
-    captured = capsys.readouterr()
-    assert what in captured.err and captured.err.startswith("error: ")
+def test_errors_name_what_to_type(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: Any = cli.main(words)
+    except SystemExit as exit:
+        code = exit.code
+    told = capsys.readouterr()
+    assert code == 2 and re.search(text, told.err) and told.out == ""

@@ -63,6 +63,7 @@ GGUF = "moq-hf export runs/chat/quantized --to gguf runs/chat.gguf --converter c
 # Where the commands are run that need a test of their own.
 RUN_BY = {
     "make demo": "test_make_demo",
+    "python scripts/run_glue_moq.py examples/demo/demo.json": "test_make_demo",
     "make test": "test_ci_runs_make_test_and_that_checks",
     "make check": "test_ci_runs_make_test_and_that_checks",
     "make bench": "test_make_bench",
@@ -345,7 +346,8 @@ def without_launcher(command: str) -> str:
 
 SCRIPT_COMMANDS = [c for c in COMMANDS if c.startswith(SCRIPT)]
 # Launching is what tests/test_processes.py does; the script takes the same arguments here, in one process.
-SCRIPT_COMMANDS += {without_launcher(c) for c in COMMANDS if c.startswith(LAUNCHERS)} - {*SCRIPT_COMMANDS}
+SCRIPT_COMMANDS += {without_launcher(c) for c in COMMANDS if c.startswith(LAUNCHERS)}
+SCRIPT_COMMANDS = sorted({*SCRIPT_COMMANDS} - {*RUN_BY})
 
 
 @pytest.mark.parametrize("command", SCRIPT_COMMANDS)

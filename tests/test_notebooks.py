@@ -21,6 +21,7 @@ SHORTER = {
     "max_steps=steps,": "max_steps=steps // 8,",
     "max_steps=160,": "max_steps=20,",
     "--max_texts 1000": "--max_texts 200",
+    "model.encode(texts)": "model.encode(texts[:200])",
 }
 
 
