@@ -23,7 +23,6 @@ import textwrap
 import warnings
 from contextlib import chdir, redirect_stdout, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import config_reference
@@ -78,7 +77,7 @@ RUN_BY = {
     PACK: "test_pack_command",
     GGUF: "test_one_command_runs_the_converter in export/test_gguf.py",
     MIGRATE: "test_migrate_command",
-    BENCH: "test_bench_command",
+    BENCH: "test_every_engine_its_answers_and_the_file_to_deploy in export/test_bench.py",
     "pip install '.[glue]'": "test_the_extras",
     "pip install '.[docs]'": "test_the_extras",
     "pip install '.[embeddings]'": "test_the_extras",
@@ -271,16 +270,6 @@ def test_pack_command(tmp_path: Path) -> None:
     with chdir(tmp_path):
         assert cli.main(shlex.split(PACK)[1:]) == 0
         verify_quantized("runs/mrpc-packed")
-
-
-def test_bench_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it does is run in test_bench.py; here, that it is understood."""
-    asked = []
-    result = SimpleNamespace(table=lambda: "")
-    monkeypatch.setattr("moq_hf.export.bench.benchmark", lambda **options: asked.append(options) or result)
-    monkeypatch.setattr("moq_hf.export.compare.read_data", lambda *args: args)
-    assert cli.main(shlex.split(BENCH)[1:]) == 0
-    assert asked == [{"directory": "runs/mrpc/quantized", "data": ("data/mrpc.jsonl", "mrpc"), "max_loss": 0.01}]
 
 
 def arguments_of(path: str) -> dict[str, object]:

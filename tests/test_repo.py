@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from repo import ROOT
 
-from moq_hf.version import __version__
+import moq_hf
 
 MAX_BYTES = 2_000_000
 
@@ -52,7 +52,19 @@ def test_no_large_file() -> None:
 
 
 def test_the_changelog_has_the_version() -> None:
-    assert re.search(rf"^## \[{re.escape(__version__)}\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.search(rf"^## \[{re.escape(moq_hf.__version__)}\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_each_public_name_has_an_example() -> None:
+    for name in moq_hf.__all__:
+        value = getattr(moq_hf, name)
+        assert not callable(value) or ">>> " in (value.__doc__ or ""), name
+
+
+def test_every_package_is_installed() -> None:
+    folders = {path.parent for path in (ROOT / "moq_hf").rglob("*.py")}
+    assert all((folder / "__init__.py").is_file() for folder in folders)
+    assert (ROOT / "moq_hf" / "py.typed").is_file()
 
 
 def requirement_names(lines: str) -> set[str]:

@@ -78,17 +78,14 @@ def test_the_common_grid_is_served(server: Server) -> None:
     ("bits", "symmetric", "servers"),
     [
         (1, True, {TRANSFORMERS, GGUF}),
-        (2, True, {TRANSFORMERS, VLLM, GGUF}),
         (3, True, {TRANSFORMERS, VLLM, GGUF}),
-        (4, True, {TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF}),
-        (6, True, {TRANSFORMERS, VLLM, GGUF}),
         (8, True, {TRANSFORMERS, VLLM, SGLANG, GGUF}),
         (4, False, {TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF}),
-        (3, False, {TRANSFORMERS, VLLM, GGUF}),
         (8, False, {TRANSFORMERS, VLLM}),
     ],
 )
 def test_bits(bits: int, symmetric: bool, servers: set[Server]) -> None:
+    """Of which other bits there are, the page's table is made: `test_the_page_has_the_servers`."""
     model = with_grid(bits=bits, symmetric=symmetric)
     assert {server.key for server in SERVERS if not verdict(model, server).reasons} == {s.key for s in servers | {ONNX}}
 
@@ -212,7 +209,8 @@ def test_kinds_of_models_for_onnx() -> None:
     for name in ("BertForSequenceClassification", "BertForTokenClassification", "BertModel", "Qwen3ForCausalLM"):
         assert verdict(described(name), ONNX).answer == "yes"
     assert verdict(described("MistralForCausalLM"), ONNX).answer == "not tried"
-    assert "MambaForCausalLM is not exported" in reasons(described("MambaForCausalLM"), ONNX)
+    for name in ("MambaForCausalLM", "XLNetModel"):
+        assert f"{name} is not exported" in reasons(described(name), ONNX)
     assert "BartModel is not exported" in reasons(described("BartModel", is_encoder_decoder=True), ONNX)
 
 
@@ -435,8 +433,6 @@ def test_experts_are_asked_about_one_by_one() -> None:
     assert sum(".experts." in name for name in found.weights) == 16
     with pytest.raises(MoQError, match=r"looks for each expert by its own name .*gate_up_proj"):
         quantize_model(mixture(), moq(["vllm"], modules_to_not_convert=["experts", "lm_head"]))
-    with pytest.raises(MoQError, match=r"looks for each expert by its own name .*down_proj"):
-        quantize_model(mixture(), moq(["vllm"], quantize_type="asymmetric"))
     with pytest.raises(MoQError, match=r"no place for experts that are one tensor in the files .*gate_up_proj"):
         quantize_model(mixture(), moq(["llama.cpp"], quantize_type="asymmetric"))
 
@@ -519,10 +515,6 @@ def test_rows_are_sound() -> None:
     assert len({server.key for server in SERVERS}) == len(SERVERS) and all(server.version for server in SERVERS)
     # A legal group fits the multiple as well.
     assert all(size % server.multiple == 0 for server in SERVERS for size in server.groups)
-
-
-def test_transformers_takes_everything() -> None:
-    assert all(verdict(with_grid(bits=bits), TRANSFORMERS).answer == "yes" for bits in range(1, 17))
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
