@@ -259,7 +259,7 @@ CHANGES = {
     ),
     "the recipe as it is, without dropout": (
         Change("dropout in the float half", at(HALF_DROPOUT, *BITS), ALL, NO_DROPOUT, everywhere),
-        Change("basic QAT for all steps", at(BASIC._replace(dropout=False), 2), ALL, NO_DROPOUT, everywhere),
+        Change("basic QAT for all steps", at(BASIC._replace(dropout=False), *BITS), ALL, NO_DROPOUT, everywhere),
         Change("groups of 32", at(NO_DROPOUT_ON_CPU._replace(groups="groups of 32, full"), 2), TWO, NO_DROPOUT_ON_CPU),
         Change(
             "scales searched every 10 steps",
