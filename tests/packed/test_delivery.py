@@ -219,15 +219,6 @@ def test_what_cannot_be_proven_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     assert proof.agrees is None and "cannot evaluate a training batch (" in str(proof)
 
 
-def test_the_proof_leaves_model_and_randomness_as_they_were(tmp_path: Path) -> None:
-    model = quantize_model(bert(), FIXED).train()
-    modes = {name: module.training for name, module in model.named_modules()}
-    before = torch.get_rng_state()
-    save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert {name: module.training for name, module in model.named_modules()} == modes
-
-
 class Weighted(hf.BertForSequenceClassification):
     """Takes more than a config."""
 

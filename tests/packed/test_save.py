@@ -22,7 +22,6 @@ import torch
 import transformers as hf
 from by_hand import WRONG, places
 from model_zoo import Stranger
-from repo import ROOT
 from safetensors.torch import load_file, save_file
 from small_files import files_of
 from tables import quant_embeddings
@@ -31,7 +30,8 @@ from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, quanti
 from moq_hf.cli import main
 from moq_hf.grid import Grid, PerChannel, PerGroup
 from moq_hf.model.convert import quant_layers
-from moq_hf.packed.state import STATE_NAME, read_state, sha256, write_state
+from moq_hf.packed.files import digest_of
+from moq_hf.packed.state import STATE_NAME, sha256, write_state
 from moq_hf.packed.verify import recorded, stored_weights
 from moq_hf.training.controller import MoQController
 
@@ -69,14 +69,7 @@ def assert_loads(folder: Path, model: Any, inputs: Any = IDS) -> None:
     assert torch.equal(first(loaded, inputs), first(model, inputs))
 
 
-GROUPINGS: list[dict[str, Any]] = [
-    {"quantize_groups": 1},
-    {"quantize_groups": 4},
-    {"quantize_groups": "per_channel"},
-    {"quantize_groups": "per_channel", "quantize_group_size": 16},
-]
-
-
+GROUPED = {"quantize_groups": "per_channel", "quantize_group_size": 16}
 # Each with the bits below 3 that it has.
 ALGOS: dict[str, tuple[dict[str, str], list[int]]] = {
     "symmetric": ({"range": "narrow"}, [2, 1]),
@@ -88,8 +81,16 @@ ALGOS: dict[str, tuple[dict[str, str], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
-@pytest.mark.parametrize("algo", ALGOS)
+GRIDS: list[tuple[str, dict[str, Any]]] = [
+    ("symmetric", {"quantize_groups": 1}),
+    ("symmetric", {"quantize_groups": 4}),
+    ("symmetric", {"quantize_groups": "per_channel"}),
+    ("asymmetric", {"quantize_groups": 4}),
+    *((algo, GROUPED) for algo in ALGOS),
+]
+
+
+@pytest.mark.parametrize(("algo", "grouping"), GRIDS, ids=str)
 def test_any_grid_loads_with_the_same_logits(algo: str, grouping: dict[str, Any], tmp_path: Path) -> None:
     settings, few = ALGOS[algo]
     config = config_of(8, quantize_algo=settings) | grouping
@@ -198,9 +199,6 @@ def test_layers_above_8_bits_are_dense_on_their_grid_and_named(
 
 def forge(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Writes the tensors with digests that fit, so that only the check of the grid is left."""
-    from moq_hf.packed.files import digest_of
-    from moq_hf.packed.state import write_state
-
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     state = json.loads((folder / STATE_NAME).read_text())
     state["tensors"] = {name: digest_of(tensor) for name, tensor in tensors.items()}
@@ -236,8 +234,6 @@ def test_codes_off_the_grid_are_noticed(
 
 def rewrite(folder: Path, change: Any, name: str = STATE_NAME) -> None:
     """Changes a JSON file of a packed folder, with digests that were forged to fit."""
-    from moq_hf.packed.state import sha256, write_state
-
     state = json.loads((folder / STATE_NAME).read_text())
     document = state if name == STATE_NAME else json.loads((folder / name).read_text())
     change(document)
@@ -245,6 +241,18 @@ def rewrite(folder: Path, change: Any, name: str = STATE_NAME) -> None:
         (folder / name).write_text(json.dumps(document))
         state["config_json"] = sha256((folder / "config.json").read_bytes())
     write_state(folder, state)
+
+
+@pytest.fixture(scope="module")
+def of_four_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose fourth layer is dense, of 12 bits; not to be changed."""
+    return save_quantized(mixed(bert(), [4, 4, 4, 12], config_of(4)), tmp_path_factory.mktemp("saved") / "packed")
+
+
+@pytest.fixture
+def edited(of_four_bits: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(of_four_bits, tmp_path / "edited"))
 
 
 QUERY = "bert.encoder.layer.0.attention.self.query"
@@ -259,11 +267,9 @@ OUTPUT = "bert.encoder.layer.0.attention.output.dense"
             lambda s: s.update(format=1, versions=[]),
             "is of format 1, written by moq_hf null, and this is moq_hf .* plain transformers loads",
         ),
-        (lambda s: s.pop("tensors"), "tensors is missing"),
         (lambda s: s.pop("layers"), "layers is missing"),
         (lambda s: s.update(layers={}), "layers: Dictionary should have at least 1 item"),
         (lambda s: s.update(config_json=7), "config_json must be a valid string, not 7"),
-        (lambda s: s.pop("layout"), "layout is missing"),
         (lambda s: s["layers"][QUERY].update(x=1), f"layers.{QUERY}.x: "),
         (lambda s: s["layers"][QUERY].pop("kind"), f"layers.{QUERY}.kind is missing"),
         (lambda s: s["layers"][QUERY].update(kind="lstm"), "kind must be 'linear', "),
@@ -272,34 +278,30 @@ OUTPUT = "bert.encoder.layer.0.attention.output.dense"
         (lambda s: s["layers"][QUERY].update(scales=[0, 0]), "the weights cannot be read"),
         (lambda s: s["layers"][QUERY].update(bytes_before=-1), "bytes_before must be greater than or equal to 0"),
         (lambda s: s["parameters"].update(mean_bits=10**400), "mean_bits must be "),
-        (lambda s: s["layers"][QUERY].update(group=None), "the weights cannot be read"),
         (lambda s: s["layers"][QUERY].update(group="none"), "the weights cannot be read: KeyError: 'none'"),
         (lambda s: s["layers"][QUERY].update(bits=0), f"layers.{QUERY}.bits must be greater than or equal to 1, not 0"),
         (lambda s: s["layers"][QUERY].update(bits=9), "no code is beyond 127, so they are of fewer than 9 bits"),
         (lambda s: s["layers"][QUERY].update(bits=5), "no code is beyond 7, so they are of fewer than 5 bits"),
         (lambda s: s["layers"][QUERY].update(bits=3), "codes beyond 3 at 3 bits"),
         (lambda s: s["layers"][OUTPUT].update(bits=17), "no code is beyond 32767, so they are of fewer than 17 bits"),
-        (lambda s: s["layers"][OUTPUT].update(bits=13), "no code is beyond 2047, so they are of fewer than 13 bits"),
         (lambda s: s["layers"][OUTPUT].update(bits=11), "a weight is not on the grid of 11 bits"),
         (lambda s: s["layers"][OUTPUT].update(grid=["x", None]), "the weights cannot be read"),
     ],
 )
 def test_a_state_changed_by_hand_is_one_error_that_names_file_and_key(
-    change: Any, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: Any, text: str, edited: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_quantized(mixed(bert(), [4, 4, 4, 12], config_of(4)), tmp_path)
-    rewrite(tmp_path, change)
+    rewrite(edited, change)
     with pytest.raises(MoQError, match=text) as error:
-        verify_quantized(tmp_path)
-    assert str(tmp_path) in str(error.value)
-    assert main(["inspect", str(tmp_path)]) == 2
+        verify_quantized(edited)
+    assert str(edited) in str(error.value)
+    assert main(["inspect", str(edited)]) == 2
     assert capsys.readouterr().err.endswith(f"error: {error.value}\n")
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda c: c.update(quantization_config=None),
         lambda c: c.pop("quantization_config"),
         lambda c: c["quantization_config"].pop("config_groups"),
         lambda c: c["quantization_config"]["config_groups"].update(group_0=5),
@@ -307,11 +309,10 @@ def test_a_state_changed_by_hand_is_one_error_that_names_file_and_key(
         lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(num_bits=8),
     ],
 )
-def test_a_config_changed_by_hand_is_one_error(change: Any, tmp_path: Path) -> None:
-    save_quantized(mixed(bert(), [4], config_of(4)), tmp_path)
-    rewrite(tmp_path, change, "config.json")
-    with pytest.raises(MoQError, match=str(tmp_path)):
-        verify_quantized(tmp_path)
+def test_a_config_changed_by_hand_is_one_error(change: Any, edited: Path) -> None:
+    rewrite(edited, change, "config.json")
+    with pytest.raises(MoQError, match=str(edited)):
+        verify_quantized(edited)
 
 
 @pytest.mark.parametrize("algo", ["symmetric", "asymmetric", "full"])
@@ -322,7 +323,7 @@ def test_bits_in_a_container_are_held_against_the_codes(algo: str, tmp_path: Pat
     layers = {name: layer.bits for name, layer in verify_quantized(tmp_path).layers.items()}
     assert set(layers.values()) == {3, 4, 5}
     for name, bits in list(layers.items())[:3]:
-        for other in (1, 2, 3, 4, 5, 6, 7, bits):
+        for other in (1, bits - 1, bits + 1, 7, bits):
             rewrite(tmp_path, partial(put, path=("layers", name, "bits"), value=other))
             if other == bits:
                 verify_quantized(tmp_path)
@@ -345,9 +346,15 @@ def test_stored_weights_are_signed_codes_of_their_own_bits(algo: str, layout: An
 
 
 @pytest.mark.parametrize(
-    "own", [{"group_size": 8}, {"group_size": 32}, {"groups": 2}, {"groups": "per_channel"}], ids=str
+    ("algo", "own"),
+    [
+        ("symmetric", {"group_size": 32}),
+        ("symmetric", {"groups": 2}),
+        ("asymmetric", {"group_size": 8}),
+        ("asymmetric", {"groups": "per_channel"}),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("algo", ["symmetric", "asymmetric"])
 def test_layers_with_groups_of_their_own_are_unpacked_while_loading(algo: str, own: Any, tmp_path: Path) -> None:
     """There all layers have one group size: the others repeat their scales."""
     model = text_t5(hf.T5ForSequenceClassification).eval()
@@ -357,36 +364,26 @@ def test_layers_with_groups_of_their_own_are_unpacked_while_loading(algo: str, o
     assert {layer.stored for layer in found.layers.values()} == {"packed"}
 
 
-@pytest.mark.parametrize(
-    "weight",
-    [torch.zeros(32, 32), torch.full((32, 32), -1.0), torch.linspace(1, 1.01, 1024), torch.linspace(1e-8, 3e-7, 1024)],
-    ids=["zeros", "ones", "near ones", "too small for float16"],
-)
+# The last one is too small for float16.
+ODD = (torch.zeros(1024), torch.full((1024,), -1.0), torch.linspace(1, 1.01, 1024), torch.linspace(1e-8, 3e-7, 1024))
+
+
 @pytest.mark.parametrize("algo", ["symmetric", "asymmetric", "full", "half-precision scales"])
-def test_odd_weights_are_of_their_bits(algo: str, weight: torch.Tensor, tmp_path: Path) -> None:
+def test_odd_weights_are_of_their_bits(algo: str, tmp_path: Path) -> None:
     for bits in (2, 3, 4, 8, 12):
         model = bert()
+        attention = model.bert.encoder.layer[0].attention
+        odd = (attention.self.query, attention.self.key, attention.self.value, attention.output.dense)
         with torch.no_grad():
-            model.bert.pooler.dense.weight.copy_(weight.view(32, 32))
+            for layer, weight in zip(odd, ODD, strict=True):
+                layer.weight.copy_(weight.view(32, 32))
         save_quantized(mixed(model, [bits], config_of(bits, quantize_algo=ALGOS[algo][0])), tmp_path)
         assert {layer.bits for layer in verify_quantized(tmp_path, model).layers.values()} == {bits}
 
 
-def test_dense_binary_layers_are_on_their_grid(tmp_path: Path) -> None:
-    config = hf.GPT2Config(
-        n_embd=32, n_layer=1, n_head=2, vocab_size=60, bos_token_id=1, eos_token_id=1, pad_token_id=0
-    )
-    model = hf.GPT2ForSequenceClassification(config)
-    quantize_model(model, config_of(1, quantize_groups="per_channel", quantize_group_size=16, quantize_heads=True))
-    save_quantized(model, tmp_path)
-    found = verify_quantized(tmp_path, model).layers["score"]
-    assert (found.stored, found.bits) == ("dense", 1)
-
-
-@pytest.mark.parametrize("place", ["../outside.safetensors", "{outside}", "sub/model.safetensors", "x", "", 5, None])
-def test_a_shard_index_points_nowhere_else(place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, outside = tmp_path / "packed", tmp_path / "outside.safetensors"
-    save_quantized(mixed(bert(), [4], config_of(4)), folder)
+@pytest.mark.parametrize("place", ["../outside.safetensors", "{outside}", "sub/model.safetensors", "", 5])
+def test_a_shard_index_points_nowhere_else(place: Any, edited: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, outside = edited, edited.parent / "outside.safetensors"
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").rename(outside)
     place = place.format(outside=outside) if isinstance(place, str) else place
@@ -408,9 +405,9 @@ def test_what_is_recorded_is_what_is_verified(tmp_path: Path) -> None:
 
 
 def test_any_value_changed_by_hand_is_one_error_or_none(tmp_path: Path) -> None:
-    controller = MoQController(
-        bert(), MoQConfig.from_dict(config_of(4, quantize_embeddings=4, quantize_schedule={"schedule_offset": 1})), 9
-    )
+    model = hf.BertForSequenceClassification(hf.BertConfig(**{**SMALL, "num_hidden_layers": 1})).eval()
+    config = config_of(4, quantize_embeddings=4, quantize_schedule={"schedule_offset": 1})
+    controller = MoQController(model, MoQConfig.from_dict(config), 9)
     controller.step()
     save_quantized(controller.model, tmp_path / "ok", controller=controller, metrics={"eval_f1": 0.5})
     generator, told = random.Random(0), 0
@@ -528,19 +525,17 @@ def test_experts_whose_names_in_the_files_are_others(tmp_path: Path) -> None:
     assert found.state["names"][name] == "model.layers.0.block_sparse_moe.input_linear.weight"
 
 
-def test_inspect_into_a_closed_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save_quantized(mixed(bert(), [4], config_of(4)), tmp_path / "packed")
+def test_inspect_into_a_closed_pipe(of_four_bits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w", buffering=1) as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        assert main(["inspect", str(folder)]) == 0
+        assert main(["inspect", str(of_four_bits)]) == 0
 
 
 # What is done to the config of a folder whose state was made to fit: a person's or a program's edit.
 CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no class": lambda c: c.update(architectures=[]),
-    "no list": lambda c: c.update(architectures=0),
     "a number": lambda c: c.update(architectures=[3]),
     "a mapping": lambda c: c.update(architectures={"a": 1}),
     "a function": lambda c: c.update(architectures=["set_seed"]),
@@ -553,19 +548,15 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("change", CONFIGS)
-def test_a_crafted_config_is_one_error(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save_quantized(mixed(bert(), [4], config_of(4)), tmp_path / "packed")
-    path = folder / "config.json"
-    document = json.loads(path.read_text())
-    CONFIGS[change](document)
-    path.write_text(json.dumps(document))
-    state = read_state(folder)
-    write_state(folder, {**state, "config_json": sha256(path.read_bytes())})
+def test_a_crafted_config_is_one_error(
+    change: str, edited: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite(edited, CONFIGS[change], "config.json")
     codes = []
     for words in (["inspect"], ["export", "--to", "float"], ["export", "--to", "onnx"], ["plan", "w4"]):
-        place = [str(folder), *([str(tmp_path / "out")] if words[0] == "export" else [])]
+        place = [str(edited), *([str(tmp_path / "out")] if words[0] == "export" else [])]
         if words[0] == "plan":
-            place = ["--max_steps", "100", "--model", str(folder)]
+            place = ["--max_steps", "100", "--model", str(edited)]
         codes.append(main([*words, *place]))
         told = capsys.readouterr().err
         assert codes[-1] in (0, 2) and (not codes[-1] or (told.startswith("error: ") and told.count("\n") == 1))
@@ -580,9 +571,6 @@ def test_a_model_that_differs_is_told(tmp_path: Path) -> None:
         model.bert.pooler.dense.weight[0, 0] += 1
     with pytest.raises(MoQError, match=r"bert\.pooler\.dense\.weight differs from the model's"):
         verify_quantized(tmp_path, model)
-    other = mixed(bert(), [8, 4], config_of(8))
-    with pytest.raises(MoQError, match=r"differs from the model's"):
-        verify_quantized(tmp_path, other)
 
 
 def test_sharded(tmp_path: Path) -> None:
@@ -603,15 +591,6 @@ def test_sharded(tmp_path: Path) -> None:
     shards[1].unlink()
     with pytest.raises(MoQError, match=rf"{shards[1].name} is missing"):
         verify_quantized(tmp_path)
-
-
-def test_other_files_of_the_folder_stay(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    tokenizer = hf.AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
-    save_quantized(mixed(bert(), [4], config_of(8)), tmp_path, processing_class=tokenizer)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-    assert hf.AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tokenizer.get_vocab()
-    assert not list(tmp_path.rglob(".*"))
 
 
 def save_again_and_again(folder: str, ready: Any) -> None:
@@ -839,15 +818,6 @@ def test_wrong_use_is_told(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_weights_of_another_dtype(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = quantize_model(bert().to(torch.bfloat16), config_of(8))
-    save_quantized(model, tmp_path)
-    assert "the weights are bfloat16" in caplog.text
-    loaded = hf.BertForSequenceClassification.from_pretrained(tmp_path).eval()
-    assert loaded.dtype == torch.float32
-    assert torch.allclose(first(loaded, IDS), first(model, IDS).float(), atol=1e-2)
-
-
 def test_a_blend_is_saved_as_it_was_evaluated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = quantize_model(bert(), config_of(4))
     layer = model.bert.pooler.dense
@@ -857,15 +827,18 @@ def test_a_blend_is_saved_as_it_was_evaluated(tmp_path: Path, caplog: pytest.Log
     assert_loads(tmp_path, model)
 
 
-def test_saving_leaves_the_model_and_the_random_numbers_alone(tmp_path: Path) -> None:
-    model = mixed(bert(), [8, 4, 12], config_of(8))
+def test_saving_and_the_proof_leave_the_model_and_the_random_numbers_alone(tmp_path: Path) -> None:
+    model = mixed(bert(), [8, 4, 12], config_of(8)).train()
+    modes = [module.training for module in model.modules()]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config = model.config.to_dict()
     torch.manual_seed(5)
     expected = torch.rand(3)
-    torch.manual_seed(5)
-    save_quantized(model, tmp_path)
-    assert torch.equal(torch.rand(3), expected)
+    for inputs in (None, IDS):
+        torch.manual_seed(5)
+        save_quantized(model, tmp_path, inputs=inputs)
+        assert torch.equal(torch.rand(3), expected)
+    assert [module.training for module in model.modules()] == modes
     after = model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert {k: v for k, v in model.config.to_dict().items() if k not in ("architectures", "dtype")} == {
