@@ -20,7 +20,17 @@ from moq_hf.packed.load_check import ReferenceOutputs
 OLD = {"quantize_bits": {"target_bits": 2}}
 NEW = {"quantize_bits": {"target_bits": 4}}
 IDS = {"input_ids": torch.arange(5, 26).view(3, 7)}
-MAKES = pytest.mark.parametrize("make", [stock, moq])
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an earlier run with a checkpoint; not to be changed."""
+    folder = tmp_path_factory.mktemp("old")
+    stock(folder, OLD, **SAVING).train()
+    return folder
 
 
 def bits_in(folder: Path) -> int:
@@ -34,10 +44,10 @@ def killed_in_its_proof(folder: str) -> None:
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["new folder", "older delivery"])
-def test_a_run_that_is_killed_in_its_proof_has_delivered(before: bool, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_in_its_proof_has_delivered(before: bool, old: Path, tmp_path: Path) -> None:
     folder = tmp_path / "quantized"
     if before:
-        stock(tmp_path, OLD, max_steps=2).train()
+        shutil.copytree(old / "quantized", folder)
     process = programs.warm().Process(target=killed_in_its_proof, args=(str(tmp_path),))
     process.start()
     process.join(120)
@@ -167,11 +177,10 @@ class Killed(BaseException):
 
 # In the order in which the Trainer writes a checkpoint, its state last.
 @pytest.mark.parametrize("act", ["save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"])
-def test_half_a_checkpoint_over_one_of_an_earlier_run_is_noticed(act: str, tmp_path: Path) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
-    moq(tmp_path, OLD, **saving).train()
+def test_half_a_checkpoint_over_one_of_an_earlier_run_is_noticed(act: str, old: Path, tmp_path: Path) -> None:
+    shutil.copytree(old, tmp_path, dirs_exist_ok=True)
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
-    trainer = moq(tmp_path, OLD, learning_rate=0.5, **saving)
+    trainer = moq(tmp_path, OLD, learning_rate=0.5, **SAVING)
 
     def killed(*args: Any, **kwargs: Any) -> None:
         raise Killed
@@ -182,7 +191,7 @@ def test_half_a_checkpoint_over_one_of_an_earlier_run_is_noticed(act: str, tmp_p
     assert last_checkpoint(tmp_path) is None
 
 
-@MAKES
+@pytest.mark.parametrize("make", [stock, moq])
 def test_a_state_without_room_costs_the_report_alone(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,12 +206,19 @@ def test_a_state_without_room_costs_the_report_alone(
     assert "nothing is delivered" not in caplog.text
 
 
-@MAKES
-@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(28, "No space left on device")])
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [(stock, PermissionError(13, "Permission denied")), (moq, OSError(28, "No space left on device"))],
+)
 def test_a_folder_that_cannot_be_written_is_one_error_that_says_what_is_left(
-    error: OSError, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: OSError,
+    make: Any,
+    old: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stock(tmp_path, OLD, max_steps=2, save_strategy="steps", save_steps=2).train()
+    shutil.copytree(old, tmp_path, dirs_exist_ok=True)
     before = verify_quantized(tmp_path / "quantized").state
     replace = Path.replace
 
