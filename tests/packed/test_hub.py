@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import tiny_runs
 from hub_stub import Hub
 from huggingface_hub import ModelCard
 from repo import HELPERS, ROOT
-
-from moq_hf import MoQConfig
 
 CLIENT = HELPERS / "hub_client.py"
 
@@ -95,16 +92,3 @@ def test_a_push_that_fails_at_any_request_leaves_one_whole_model_here_and_there(
         assert [fault["raised"] for fault in found] == [error] * (len(found) - 1) + [None]
         paths = [fault["path"].rpartition("/faults/")[2] for fault in found]
         assert {"/api/validate-yaml", "preupload/main", "commit/main", ""} == set(paths)
-
-
-def test_the_card_of_a_stock_trainer_says_what_was_trained_and_how(tmp_path: Path) -> None:
-    trainer = tiny_runs.stock(tmp_path, learning_rate=0.003)
-    trainer.train()
-    card = ModelCard.load(tmp_path / "quantized" / "README.md")
-    assert card.data.pipeline_tag == "text-classification"
-    assert "- learning_rate: 0.003" in card.text and "- optimizer: adamw" in card.text
-    # Only the keys that were changed; the bits always.
-    written = json.loads(card.text.split("```json\n")[1].split("```")[0])
-    config = MoQConfig.from_dict(tiny_runs.CONFIG)
-    assert written == config.changed() and MoQConfig.from_dict(written) == config
-    assert "seed" not in written and "quantize_bits" in written

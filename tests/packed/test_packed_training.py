@@ -12,7 +12,7 @@ from tables import quant_embeddings
 from tiny_runs import ARRIVAL, CONFIG, Stop, arguments, assert_same, moq, new_model, rows, stock, trained, weights
 from transformers import AutoTokenizer, BertForSequenceClassification, DataCollatorWithPadding, Trainer
 
-from moq_hf import MoQCallback, MoQTrainer, quantize_model, verify_quantized
+from moq_hf import MoQCallback, MoQConfig, MoQTrainer, quantize_model, verify_quantized
 from moq_hf.callback import last_metrics
 from moq_hf.packed.card import write_card
 from moq_hf.packed.state import STATE_NAME, record_metrics
@@ -36,42 +36,35 @@ def loaded(folder: Path) -> BertForSequenceClassification:
 
 
 @pytest.mark.parametrize("make", [stock, moq])
-def test_the_packed_model_is_that_of_the_best_checkpoint(make: Any, tmp_path: Path) -> None:
+def test_the_packed_model_is_that_of_the_best_checkpoint_with_its_tokenizer(make: Any, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
     # Scores fall: the best of the candidates is the first one at the target, at step 10 of 16.
     scores = iter([9, 8, 7, 6, 5, 4, 3, 2])
     data = {"train_dataset": rows(), "eval_dataset": rows(8), "compute_metrics": lambda p: {"score": next(scores)}}
     if make is stock:
-        trainer = Trainer(new_model(), arguments(tmp_path, **BEST), callbacks=[MoQCallback(EMBEDDINGS)], **data)
+        data |= {"processing_class": tokenizer, "callbacks": [MoQCallback(EMBEDDINGS)]}
+        trainer = Trainer(new_model(), arguments(tmp_path, **BEST), **data)
     else:
-        trainer = MoQTrainer(new_model(), arguments(tmp_path, **BEST), moq_config=EMBEDDINGS, **data)
+        # It finds the tokenizer in the collator.
+        data |= {"data_collator": DataCollatorWithPadding(tokenizer), "moq_config": EMBEDDINGS}
+        trainer = MoQTrainer(new_model(), arguments(tmp_path, **BEST), **data)
     trainer.train()
     folder = tmp_path / "quantized"
+    trainer.save_model()
+    for place in (tmp_path, folder):
+        assert AutoTokenizer.from_pretrained(place).get_vocab() == tokenizer.get_vocab()
     if make is moq:
         trainer.save_model(str(tmp_path / "final"))
         assert_same_files(folder, tmp_path / "final")
     assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{ARRIVAL}")
     assert torch.equal(logits(loaded(folder)), logits(trainer.model))
     state = verify_quantized(folder, trainer.model).state
-    assert state["step"] == ARRIVAL and state["metrics"]["eval_score"] == 5
+    assert state["step"] == ARRIVAL and state["metrics"]["eval_score"] == 5 and state["versions"]["transformers"]
     assert {layer["bits"] for layer in state["layers"].values() if layer["kind"] == "linear"} == {3}
     saved = BertForSequenceClassification.from_pretrained(tmp_path / f"checkpoint-{ARRIVAL}")
     assert_same(weights(trainer), {name: p.detach() for name, p in saved.named_parameters()})
     steps = [(switch["step"], switch["before"], switch["bits"]) for switch in state["history"]]
     assert sorted(set(steps)) == [(2, 32, 6), (4, 6, 5), (6, 5, 4), (10, 4, 3)]
-
-
-def test_a_run_s_checkpoints_stay_float_and_its_end_is_packed(tmp_path: Path) -> None:
-    trainer = trained(moq(tmp_path, save_strategy="steps", save_steps=8))
-    trainer.save_model()
-    assert {"config.json", "model.safetensors", STATE_NAME, "training_args.bin"} <= {p.name for p in tmp_path.iterdir()}
-    assert "quantization_config" in (tmp_path / "config.json").read_text()
-    kept = tmp_path / "checkpoint-16"
-    assert "quantization_config" not in (kept / "config.json").read_text() and not (kept / STATE_NAME).exists()
-    # Saving a second time, over the first, and going on from a float checkpoint.
-    trainer.save_model()
-    verify_quantized(tmp_path, trainer.model)
-    again = trained_from(moq(tmp_path, save_strategy="steps", save_steps=8), kept)
-    assert_same(weights(again), weights(trainer))
 
 
 def trained_from(trainer: Any, checkpoint: Path) -> Any:
@@ -85,13 +78,22 @@ def assert_same_files(folder: Path, other: Path) -> None:
         assert (folder / name).read_bytes() == (other / name).read_bytes()
 
 
-def test_a_restored_callback_of_a_moq_trainer_delivers_too(tmp_path: Path) -> None:
+def test_checkpoints_stay_float_and_what_a_restored_callback_delivers_is_packed(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 5, "restore_callback_states_from_checkpoint": True}
     trained(moq(tmp_path, callbacks=[Stop(5)], **settings))
-    trainer = trained_from(moq(tmp_path, **settings), tmp_path / "checkpoint-5")
-    trainer.save_model(str(tmp_path / "final"))
-    assert_same_files(tmp_path / "quantized", tmp_path / "final")
-    assert torch.equal(logits(loaded(tmp_path / "final")), logits(trainer.model))
+    kept = tmp_path / "checkpoint-5"
+    trainer = trained_from(moq(tmp_path, **settings), kept)
+    # A second time over the first.
+    for _ in range(2):
+        trainer.save_model()
+        assert_same_files(tmp_path / "quantized", tmp_path)
+        assert {"config.json", "model.safetensors", STATE_NAME, "training_args.bin"} <= {
+            path.name for path in tmp_path.iterdir()
+        }
+        verify_quantized(tmp_path, trainer.model)
+    assert "quantization_config" in (tmp_path / "config.json").read_text()
+    assert torch.equal(logits(loaded(tmp_path)), logits(trainer.model))
+    assert "quantization_config" not in (kept / "config.json").read_text() and not (kept / STATE_NAME).exists()
 
 
 def test_before_the_offset_the_float_model_is_saved(tmp_path: Path) -> None:
@@ -111,10 +113,23 @@ def test_layers_quantized_before_a_float_run_are_saved_packed(tmp_path: Path) ->
     assert "Bits per layer" in (tmp_path / "README.md").read_text()
 
 
-def test_a_run_that_ends_early_packs_the_bits_it_has(tmp_path: Path) -> None:
-    trainer = trained(stock(tmp_path, max_steps=5))
-    found = verify_quantized(tmp_path / "quantized", trainer.model)
+def test_a_run_that_ends_early_packs_the_bits_it_has_and_its_card_says_what_was_trained(tmp_path: Path) -> None:
+    trainer = trained(stock(tmp_path, max_steps=5, learning_rate=0.003))
+    folder = tmp_path / "quantized"
+    found = verify_quantized(folder, trainer.model)
     assert {layer.bits for layer in found.layers.values()} == {5}
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.pipeline_tag == "text-classification"
+    assert "- learning_rate: 0.003" in card.text and "- optimizer: adamw" in card.text
+    # Only the keys that were changed; the bits always.
+    written = json.loads(card.text.split("```json\n")[1].split("```")[0])
+    config = MoQConfig.from_dict(CONFIG)
+    assert written == config.changed() and MoQConfig.from_dict(written) == config
+    assert "seed" not in written and "quantize_bits" in written
+    text = write_card(folder).read_text()
+    # Of a folder alone nothing is known of the data: the metadata must not claim a result.
+    assert ModelCard(text).data.eval_results is None and "model-index" not in text.split("---")[1]
+    assert 'from_pretrained("path/to/this/folder")' in text
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}])
@@ -169,16 +184,6 @@ def test_the_card_tells_metrics_sizes_bits_and_how_to_load(tmp_path: Path) -> No
     assert recorded["float_metrics"]["eval_accuracy"] == 0.8
 
 
-def test_the_card_of_a_folder_alone_claims_no_result(tmp_path: Path) -> None:
-    trained(stock(tmp_path))
-    folder = tmp_path / "quantized"
-    text = write_card(folder).read_text()
-    # Nothing is known of the data: the metadata must not claim a result.
-    card = ModelCard(text)
-    assert card.data.eval_results is None and "model-index" not in text.split("---")[1]
-    assert 'from_pretrained("path/to/this/folder")' in text
-
-
 def test_the_metrics_are_those_of_the_last_evaluation(tmp_path: Path) -> None:
     trainer = moq(tmp_path)
     assert last_metrics(trainer.state) == {}
@@ -189,18 +194,3 @@ def test_the_metrics_are_those_of_the_last_evaluation(tmp_path: Path) -> None:
     assert last_metrics(trainer.state) == {"eval_a": 2.0, "eval_b": 3.0, "step": 4}
     trainer.state.best_global_step = 2
     assert last_metrics(trainer.state) == {"eval_a": 1.0, "step": 2}
-
-
-def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
-    for make in (stock, moq):
-        trainer = make(tmp_path / make.__name__)
-        if make is stock:
-            trainer.processing_class = trainer.callback_handler.processing_class = tokenizer
-        else:
-            trainer.data_collator = DataCollatorWithPadding(tokenizer)
-        trainer.train()
-        trainer.save_model()
-        for folder in (tmp_path / make.__name__, tmp_path / make.__name__ / "quantized"):
-            assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
-    assert json.loads((tmp_path / "moq" / STATE_NAME).read_text())["versions"]["transformers"]
