@@ -5,29 +5,21 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from model_zoo import arguments
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
-from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
-from moq_hf import MoQCallback, dequantize_model, quantize_model
+from moq_hf import quantize_model
 from moq_hf import quantizer as q
 from moq_hf.grid import Grid, PerChannel
 from moq_hf.layer_state import LayerState
 from moq_hf.quant_linear import FLOAT_BITS
 
 CONFIG: dict[str, Any] = {"quantize_bits": {"start_bits": 3, "target_bits": 3}, "quantize_groups": "per_channel"}
-STEPWISE: dict[str, Any] = {
-    "quantize_bits": {"start_bits": 5, "target_bits": 3},
-    "quantize_schedule": {"quantize_period": 1, "schedule_offset": 2},
-    "quantize_groups": "per_channel",
-}
 ABSMAX = {**CONFIG, "quantize_algo": {"scale": "absmax"}}
 
 
@@ -123,6 +115,9 @@ SEEN: list[Callable[[Any], None]] = [
 ]  # fmt: skip
 
 
+MADE_ANEW = (swapped, replaced, replaced_by_the_same_id, other_data, assigned)
+
+
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with each weight that is quantized."""
     calls: list[int] = []
@@ -143,7 +138,7 @@ def test_what_changes_the_weight_is_seen_at_once(
     change: Callable[[Any], None], gradients: bool, training: bool
 ) -> None:
     # Whether an id or an address is used again is a matter of luck.
-    for _ in range(20):
+    for _ in range(20 if change in MADE_ANEW else 1):
         model = net().train(training)
         with torch.set_grad_enabled(gradients):
             assert is_fresh(model)
@@ -228,81 +223,19 @@ def test_checkpointing_with_a_fused_optimizer_trains_as_without(training: bool, 
             optimizer.zero_grad()
 
 
-class Ema:
-    """Averages that are written into the model through `.data`, as torch_ema and diffusers do it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.averages = [p.detach().clone() for p in model.parameters()]
-        self.kept: list[Tensor] = []
-
-    def update(self, model: nn.Module) -> None:
-        with torch.no_grad():
-            for average, parameter in zip(self.averages, model.parameters(), strict=True):
-                average.lerp_(parameter, 0.3)
-
-    def copy_to(self, model: nn.Module) -> None:
-        self.kept = [p.data.clone() for p in model.parameters()]
-        for average, parameter in zip(self.averages, model.parameters(), strict=True):
-            parameter.data.copy_(average)
-
-    def restore(self, model: nn.Module) -> None:
-        for kept, parameter in zip(self.kept, model.parameters(), strict=True):
-            parameter.data.copy_(kept)
-
-
-class SwapIn(TrainerCallback):
-    """Evaluates the averages after each evaluation of the weights, as a user of such a class does."""
-
-    def on_train_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        self.ema = Ema(model)
-        self.found: list[tuple[float, float]] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.ema.update(model)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        batch = {key: torch.stack([row[key] for row in self.data]) for key in self.data[0]}
-        self.ema.copy_to(model)
-        # What is written through .data nothing tells of.
-        model.eval()
-        with torch.no_grad():
-            self.found.append((float(model(**batch).loss), loss_of(model, batch)))
-        self.ema.restore(model)
-        model.eval()
-
-    data: list[dict[str, Tensor]]
-
-
-def rows(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    return [{key: value[index] for key, value in batch.items()} for index in range(8)]
-
-
-def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> float:
+def test_an_average_that_is_swapped_in_through_data_is_evaluated_after_eval() -> None:
+    """As torch_ema and diffusers do it; nothing else tells of what is written through `.data`."""
+    model = net().eval()
+    kept, average = (weight_of(model[0]).detach() * factor for factor in (1.0, 0.7))
     with torch.no_grad():
-        return float(dequantize_model(copy.deepcopy(model)).eval()(**batch).loss)
-
-
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_an_ema_that_is_swapped_in_is_evaluated_quantized(
-    optim: str, tiny_bert: BertForSequenceClassification, tiny_batch: dict[str, Tensor], tmp_path: Path
-) -> None:
-    swap, data = SwapIn(), rows(tiny_batch)
-    swap.data = data
-    settings = arguments(tmp_path, max_steps=5, optim=optim, learning_rate=1e-2, eval_strategy="steps", eval_steps=1)
-    trainer = Trainer(
-        model=tiny_bert, args=settings, train_dataset=data, eval_dataset=data, callbacks=[MoQCallback(STEPWISE), swap]
-    )
-    trainer.train()
-    assert len(swap.found) == 5
-    for found, wanted in swap.found:
-        assert found == pytest.approx(wanted, rel=1e-5)
-    # Nothing of the averages is left.
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss_of(tiny_bert, tiny_batch), rel=1e-5)
-    assert swap.found[-1][0] != trainer.state.log_history[-1]["eval_loss"]
+        for values in (kept, average, kept):
+            weight_of(model[0]).data.copy_(values)
+            model.eval()
+            assert is_fresh(model)
 
 
 def test_a_copy_of_a_model_has_the_precision_of_its_making() -> None:
-    model = net({**STEPWISE, "quantize_bits": {"start_bits": 5, "target_bits": 3}})
+    model = net(CONFIG)
     model[0].set_bits(FLOAT_BITS)
     teacher = copy.deepcopy(model)
     model[0].set_bits(5)
@@ -334,7 +267,7 @@ def least_error(layer: Any) -> float:
 
 
 @pytest.mark.parametrize("assign", [True, False])
-@pytest.mark.parametrize("bits", [3, 4, 5])
+@pytest.mark.parametrize("bits", [3, 5])
 def test_loaded_weights_get_clipping_ratios_of_their_own(bits: int, assign: bool) -> None:
     config = {**CONFIG, "quantize_bits": {"start_bits": bits, "target_bits": bits}}
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))

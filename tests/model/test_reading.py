@@ -411,8 +411,10 @@ def dynamo() -> Iterator[None]:
 # At a graph break Dynamo of torch 2.13 looks at `grad` of what it goes on with, which warns.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.usefixtures("dynamo")
-@pytest.mark.parametrize("how", ["wrapped", "method", "function"])
-@pytest.mark.parametrize("read", [None, broken, disabled])
+@pytest.mark.parametrize(
+    ("read", "how"),
+    [(None, "wrapped"), (None, "method"), (None, "function"), (broken, "function"), (disabled, "wrapped")],
+)
 def test_compiled_models_read_the_quantized_weight(read: Read | None, how: str) -> None:
     model = reader(read)
     how_to_compile: Any = {"backend": "aot_eager", "fullgraph": read is None}
