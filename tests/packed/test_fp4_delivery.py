@@ -20,7 +20,6 @@ DECODER = {**TEXT, "num_key_value_heads": 2}
 IDS = torch.arange(1, 25).view(2, 12)
 MODELS: dict[str, Any] = {
     "Llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)),
-    "Qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**DECODER, head_dim=16)),
     "BERT": lambda: hf.BertForSequenceClassification(hf.BertConfig(**TEXT)),
     "T5": lambda: hf.T5EncoderModel(
         hf.T5Config(vocab_size=64, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4)
@@ -56,14 +55,11 @@ CASES = [
     # Packed codes would be unpacked in bfloat16, in a float32 model.
     ("Llama", "nvfp4", torch.float32, "unpacked"),
     ("Llama", "mxfp4", torch.float16, "unpacked"),
-    ("Qwen3", "mxfp4", torch.float32, "unpacked"),
-    ("Qwen3", "nvfp4", torch.bfloat16, "packed"),
     ("BERT", "mxfp4", torch.bfloat16, "packed"),
     ("BERT", "nvfp4", torch.float32, "unpacked"),
     ("T5", "nvfp4", torch.bfloat16, "unpacked"),
     ("Mixtral", "mxfp4", torch.bfloat16, "packed"),
     ("Qwen3-MoE", "mxfp4", torch.bfloat16, "packed"),
-    ("GPT-OSS", "mxfp4", torch.bfloat16, "mxfp4"),
     ("GPT-OSS", "mxfp4", torch.float32, "mxfp4"),
 ]
 
@@ -95,6 +91,8 @@ def test_plain_transformers_computes_what_the_model_does(
 
 def test_the_experts_of_gpt_oss_lie_as_in_its_own_checkpoints(tmp_path: Path) -> None:
     model = saved(tmp_path, "GPT-OSS", "mxfp4", modules_to_not_convert=["self_attn"])
+    proof = verify_quantized(tmp_path, model).proof
+    assert proof is not None and (proof.agrees, proof.largest_difference) == (True, 0.0)
     tensors = load_file(tmp_path / SINGLE)
     name = "model.layers.1.mlp.experts.gate_up_proj"
     blocks, scales = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from experts import CONFIGS, FAMILIES, IDS, PAIR, SHAPE, at_bits, mixture
+from experts import CONFIGS, FAMILIES, IDS, at_bits, mixture
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GraniteMoeConfig, GraniteMoeForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf.formats.stored import by_matrix
 from moq_hf.model.convert import quant_layers
-from moq_hf.packed.encode import matrix_names
 from moq_hf.packed.state import read_state, served_by, write_state
 from moq_hf.packed.verify import recorded, stored_weights
 from moq_hf.quantizer import dequantize
@@ -82,10 +81,8 @@ def test_transformers_computes_the_same_from_the_files(
     [
         (at_bits(1, quantize_groups=1), "dense"),
         (at_bits(2, quantize_groups=2), "packed"),
-        (at_bits(3, quantize_groups="per_channel"), "packed"),
-        (at_bits(8, **GROUPS), "packed"),
+        (at_bits(8, quantize_groups="per_channel"), "packed"),
         (at_bits(4, quantize_algo={"scale_dtype": "bfloat16"}, **GROUPS), "packed"),
-        (at_bits(4, quantize_algo={"scale_dtype": "float16"}, **GROUPS), "packed"),
         (at_bits(4, quantize_algo={"rounding": "stochastic"}, **GROUPS), "packed"),
         (at_bits(4, quantize_type="asymmetric", **GROUPS), "dense"),
         (at_bits(12), "dense"),
@@ -93,7 +90,7 @@ def test_transformers_computes_the_same_from_the_files(
 )
 def test_grids(config: dict[str, Any], stored: str, tmp_path: Path) -> None:
     model = quantize_model(mixture(), config)
-    for layout in ("packed", "unpacked", "floats"):
+    for layout in ("packed", "unpacked", "floats")[: 3 if config["quantize_bits"]["target_bits"] in (1, 2, 12) else 2]:
         found = verify_quantized(save_quantized(model, tmp_path / layout, layout=layout), model)  # type: ignore[arg-type]
         assert found.layers[PARAMETER].stored == ("dense" if layout == "floats" else stored)
         assert torch.equal(logits(loaded(tmp_path / layout)), logits(model)), layout
@@ -157,15 +154,6 @@ def test_damage_is_named(tmp_path: Path) -> None:
         with pytest.raises(MoQError, match=fragment) as error:
             verify_quantized(tmp_path)
         assert str(tmp_path) in str(error.value)
-
-
-def test_matrices_that_are_not_in_one_piece_have_no_place() -> None:
-    assert matrix_names(mixture(), PARAMETER, (4, 128, 32)) is not None
-    assert matrix_names(mixture("GPT-OSS"), PARAMETER, (4, 64, 32)) is None
-    sizes = {**SHAPE, **PAIR, "intermediate_size": 32, "num_local_experts": 4}
-    granite = GraniteMoeForCausalLM(GraniteMoeConfig(**sizes)).eval()
-    name = "model.layers.0.block_sparse_moe.experts.gate_up_proj"
-    assert matrix_names(granite, name, granite.get_parameter(name).shape) is None
 
 
 def run(folder: Path, callback: MoQCallback, steps: int, **more: Any) -> Trainer:
