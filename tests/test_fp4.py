@@ -170,11 +170,9 @@ def test_a_format_alone_is_four_bits_from_the_first_step() -> None:
     ("config", "fault"),
     [
         ({"quantize_bits": {"target_bits": 3}}, "mxfp4 is symmetric, of 4 bits in groups of 32; leave out"),
-        ({"quantize_bits": {"target_bits": {"mean": 4.0}}}, "leave out quantize_bits.target_bits"),
         ({"quantize_group_size": 64}, "leave out quantize_bits.target_bits, quantize_group_size"),
         ({"quantize_algo": {"q_type": "asymmetric"}}, "quantize_group_size and quantize_algo.q_type"),
         ({"overrides": {"layer.0": {"bits": 8}}}, "overrides.layer.0: quantize_format: mxfp4 is symmetric, of 4 bits"),
-        ({"overrides": {"layer.0": {"group_size": 64}}}, "overrides.layer.0: quantize_format: mxfp4 is symmetric"),
         ({"quantize_format": ["mxfp4"]}, 'must be "int" or "mxfp4" or "nvfp4"'),
     ],
 )

@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -79,8 +78,6 @@ class _Handler(BaseHTTPRequestHandler):
         if kind.isdigit():
             self.answer(int(kind), {"error": "no"})
             return True
-        if kind == "late":
-            time.sleep(0.5)
         self.close_connection = True
         return True
 

@@ -396,22 +396,29 @@ def test_wrong_arguments_are_one_error_and_an_unanswered_batch_a_warning(
     assert "out: Not verified: the model in memory cannot evaluate" in caplog.text
 
 
-def test_a_loss_differentiates_by_the_parameter(tmp_path: Path) -> None:
-    grads = []
+def test_a_loss_reads_the_quantized_weight_and_differentiates_by_the_parameter(tmp_path: Path) -> None:
+    name, grads = "bert.pooler.dense", []
 
     class Adaptive(hf.Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(model, inputs)
-            weight = dict(model.named_parameters())["bert.pooler.dense.weight"]
-            grads.append(torch.autograd.grad(loss, weight, retain_graph=True)[0])
-            return loss
+            layer = quant_layers(model)[name]
+            read = model.bert.pooler.dense.weight
+            assert torch.equal(read, layer.quantized_weight()) and not torch.equal(read, layer.float_weight)
+            outputs = super().compute_loss(model, inputs, *args, **kwargs)
+            if model.training:
+                weight = dict(model.named_parameters())[f"{name}.weight"]
+                grads.append(torch.autograd.grad(outputs, weight, retain_graph=True)[0])
+            return outputs
 
     class Spy(hf.TrainerCallback):
         def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
-            assert torch.equal(dict(model.named_parameters())["bert.pooler.dense.weight"].grad, grads[-1])
+            assert torch.equal(dict(model.named_parameters())[f"{name}.weight"].grad, grads[-1])
 
-    given = {"train_dataset": rows_of(TASK), "callbacks": [MoQCallback(FIXED), Spy()]}
-    Adaptive(bert(), arguments(tmp_path, max_steps=2, max_grad_norm=0), **given).train()
+    data: Any = rows_of(TASK)
+    given = {"train_dataset": data, "eval_dataset": data, "callbacks": [MoQCallback(FIXED), Spy()]}
+    trainer = Adaptive(bert(), arguments(tmp_path, max_steps=2, max_grad_norm=0), **given)
+    trainer.train()
+    trainer.evaluate()
     assert len(grads) == 2 and float(grads[0].abs().max()) > 0
 
 
@@ -562,20 +569,3 @@ def test_nothing_of_an_older_model_stays(tmp_path: Path, monkeypatch: pytest.Mon
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert left == {"README.md", "model.safetensors", "moq_state.json", "notes.txt"}
     assert state_of(tmp_path)["reason"] == "a reason with ... in it"
-
-
-def test_a_loss_that_reads_a_weight_reads_the_quantized_one(tmp_path: Path) -> None:
-    seen = []
-
-    class Reading(hf.Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            seen.append(model.bert.pooler.dense.weight)
-            return super().compute_loss(model, inputs, return_outputs, **kwargs)
-
-    model = bert()
-    data: Any = rows_of(TASK)
-    callback = MoQCallback(FIXED)
-    trainer = Reading(model, arguments(tmp_path), train_dataset=data, eval_dataset=data, callbacks=[callback])
-    trainer.evaluate()
-    layer = quant_layers(model)["bert.pooler.dense"]
-    assert torch.equal(seen[-1], layer.quantized_weight()) and not torch.equal(seen[-1], layer.weight)
