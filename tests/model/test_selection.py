@@ -26,9 +26,7 @@ def test_convolutions_are_left_alone_by_default() -> None:
     summary = MoQController(inventory, MoQConfig.from_dict(BITS), 1000).summary()
     assert summary.startswith("1 linear layer in 1 block goes to 4 bits; quantized: ")
     assert "convolution" not in summary
-
-
-def test_convolutions_stand_among_the_linear_layers_in_model_order() -> None:
+    # Else they stand among the linear layers in model order.
     inventory = take_inventory(net(), MoQConfig.from_dict(CONVOLUTIONS))
     assert list(inventory.layers) == ["0", "2"] and inventory.blocks(inventory.layers) == {"0": ["0"], "2": ["2"]}
 
