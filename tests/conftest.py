@@ -10,6 +10,8 @@ import sys
 # Read by huggingface_hub when it is imported: no test may reach for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Sums depend on how work is split, in fixtures that are made before a test begins too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
