@@ -301,33 +301,28 @@ def test_a_teacher_in_hand_is_frozen_and_untouched(tmp_path: Path) -> None:
 
 def test_resumes_bit_for_bit(teacher: Path, tmp_path: Path) -> None:
     config = with_teacher(teacher)
-    whole = new_trainer(tmp_path / "whole", config)
+    whole = new_trainer(tmp_path, config, save_strategy="steps", save_steps=3)
     whole.train()
-    new_trainer(tmp_path / "cut", config, save_strategy="steps", save_steps=3).train()
-    resumed = new_trainer(tmp_path / "cut", config, save_strategy="steps", save_steps=3)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
+    resumed = new_trainer(tmp_path, config)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "told"),
-    [
-        (2, 2, None),
-        (2, 3, "had another teacher: the run goes on with the one given"),
-        (2, None, "had a teacher: the run goes on without one"),
-        (None, 2, "had no teacher: the run goes on with the one given"),
-    ],
-)
-def test_a_resumed_run_tells_of_another_teacher(
-    before: int | None, after: int | None, told: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = (None if seed is None else new_model(seed) for seed in (before, after))
-    new_trainer(tmp_path, CONFIG, first, save_strategy="steps", save_steps=4).train()
-    caplog.clear()
-    new_trainer(tmp_path, CONFIG, second).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    text = [record.message for record in caplog.records if "teacher" in record.message]
-    assert text == ([] if told is None else [f"moq_hf: the checkpoint at step 4 {told}"])
+def test_a_resumed_run_tells_of_another_teacher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, master in (("taught", new_model(2)), ("alone", None)):
+        new_trainer(tmp_path / name, CONFIG, master, save_strategy="steps", save_steps=4).train()
+    for before, after, told in (
+        ("taught", 2, None),
+        ("taught", 3, "had another teacher: the run goes on with the one given"),
+        ("taught", None, "had a teacher: the run goes on without one"),
+        ("alone", 2, "had no teacher: the run goes on with the one given"),
+    ):
+        caplog.clear()
+        trainer = new_trainer(tmp_path, CONFIG, None if after is None else new_model(after))
+        trainer.train(resume_from_checkpoint=str(tmp_path / before / "checkpoint-4"))
+        text = [record.message for record in caplog.records if "teacher" in record.message]
+        assert text == ([] if told is None else [f"moq_hf: the checkpoint at step 4 {told}"])
 
 
 def test_a_teacher_in_a_cache_of_its_own(teacher: Path, tmp_path: Path) -> None:

@@ -345,119 +345,126 @@ EIGENVALUES = {"enabled": True, "num_samples": 4, "max_overhead": 1.0}
 
 # At step 5 the run is at 5 bits; the drops to 4 and 3 come after steps 6 and 10. At step 1 nothing is quantized.
 @pytest.mark.parametrize(
-    "step, config, text",
+    "step, config, texts",
     [
-        (AFTER, changed(quantize_verbose=True, quantizer_kernel=False), ""),
-        (AFTER, changed(eigenvalue={"tol": 0.5, "verbose": True}), ""),
-        (AFTER, changed(activation_quantization={"bits": 7}), ""),
-        (AFTER, changed(fp16_mixed_quantize={"quantize_change_ratio": 0.5}), ""),
-        (AFTER, changed(seed=3), "seed: 0 -> 3"),
-        (AFTER, changed(quantize_algo={"scale_refresh": 9}), "quantize_algo.scale_refresh: 3 -> 9"),
-        (AFTER, changed(quantize_bits={"target_bits": 4}), "quantize_bits.target_bits: 3 -> 4"),
-        (AFTER, changed(quantize_bits={"target_bits": 2}), "quantize_bits.target_bits: 3 -> 2"),
-        (AFTER, changed(quantize_schedule={"deadline": 1.0}), "quantize_schedule.deadline: null -> 1.0"),
-        (BEFORE, changed(quantize_groups=8), "quantize_groups: 4 -> 8"),
-        (BEFORE, changed(modules_to_not_convert=["classifier", "bert.pooler.*"]), "modules_to_not_convert: null -> "),
-        (BEFORE, changed(quantize_bits={"start_bits": 8}), "quantize_bits.start_bits: 6 -> 8"),
-        (BEFORE, changed(quantize_algo={"q_type": "asymmetric"}), "q_type"),
-        (BEFORE, changed(eigenvalue=EIGENVALUES), "eigenvalue.enabled: false -> true"),
-        (BEFORE, changed(quantize_schedule={"schedule_offset": 4}), "quantize_schedule.schedule_offset: 2 -> 4"),
+        (
+            AFTER,
+            changed(
+                quantize_verbose=True,
+                quantizer_kernel=False,
+                eigenvalue={"tol": 0.5, "verbose": True},
+                activation_quantization={"bits": 7},
+                fp16_mixed_quantize={"quantize_change_ratio": 0.5},
+            ),
+            [],
+        ),
+        (AFTER, changed(seed=3, quantize_algo={"scale_refresh": 9}), ["scale_refresh: 3 -> 9", "seed: 0 -> 3"]),
+        (AFTER, changed(quantize_bits={"target_bits": 4}), ["quantize_bits.target_bits: 3 -> 4"]),
+        (AFTER, changed(quantize_bits={"target_bits": 2}), ["quantize_bits.target_bits: 3 -> 2"]),
+        (AFTER, changed(quantize_schedule={"deadline": 1.0}), ["quantize_schedule.deadline: null -> 1.0"]),
+        (
+            BEFORE,
+            changed(
+                quantize_groups=8,
+                modules_to_not_convert=["classifier", "bert.pooler.*"],
+                quantize_algo={"q_type": "asymmetric"},
+            ),
+            ["quantize_groups: 4 -> 8", "modules_to_not_convert: null -> ", "q_type"],
+        ),
+        (
+            BEFORE,
+            changed(quantize_bits={"start_bits": 8}, quantize_schedule={"schedule_offset": 4}),
+            ["quantize_bits.start_bits: 6 -> 8", "quantize_schedule.schedule_offset: 2 -> 4"],
+        ),
+        (BEFORE, changed(eigenvalue=EIGENVALUES), ["eigenvalue.enabled: false -> true"]),
     ],
     ids=str,
 )
 def test_a_change_that_a_run_can_go_on_with_is_told(
-    step: int, config: Any, text: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    step: int, config: Any, texts: list[str], run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = moq(tmp_path, config)
     trainer.train(resume_from_checkpoint=str(run / f"checkpoint-{step}"))
     told = [record.message for record in caplog.records if "goes on with another MoQ config" in record.message]
-    assert [text in line for line in told] == [True] * bool(text)
+    assert [all(text in line for text in texts) for line in told] == [True] * bool(texts)
     schedule = trainer_state(trainer)["schedule"]
     expected = PrecisionSchedule(MoQConfig.from_dict(config), schedule["blocks"], 16)
     values = {switch[1]: switch[6] for switch in trainer_state(trainer)["history"] if switch[6] is not None}
     for _ in range(16):
         expected.advance(values)
     assert schedule["blocks"] == expected.state_dict()["blocks"] and schedule["steps"] == 16
-    if not text:
+    if not texts:
         assert_same(weights(trainer), final(run))
 
 
 @pytest.mark.parametrize(
-    "step, config, text",
+    "step, config, texts",
     [
-        (AFTER, changed(quantize_groups=8), "quantize_groups: 4 -> 8, fixed from the offset on"),
-        (AFTER, changed(quantize_algo={"q_type": "asymmetric"}), 'q_type: "symmetric" -> "asymmetric", fixed'),
-        (AFTER, changed(quantize_algo={"rounding": "stochastic"}), "rounding: .*fixed"),
-        (AFTER, changed(quantize_algo={"scale": "absmax"}), "scale: .*fixed"),
-        (AFTER, changed(quantize_algo={"range": "full"}), 'range: "narrow" -> "full", fixed'),
-        (AFTER, changed(quantize_algo={"scale_dtype": "float16"}), 'scale_dtype: "float32" -> "float16", fixed'),
-        (AFTER, changed(quantize_embeddings=8), "quantize_embeddings: null -> 8, fixed"),
-        (AFTER, changed(modules_to_not_convert=["classifier"]), "modules_to_not_convert: .*fixed"),
-        (AFTER, changed(fp16_mixed_quantize={"enabled": True}), "fp16_mixed_quantize.enabled: false -> true, fixed"),
-        (AFTER, changed(eigenvalue=EIGENVALUES), "eigenvalue.enabled: false -> true, fixed"),
         (
             AFTER,
-            changed(quantize_bits={"start_bits": 7}),
-            "start_bits: 6 -> 7: other bits after step 2",
+            changed(
+                quantize_groups=8,
+                quantize_algo={"rounding": "stochastic", "scale": "absmax", "range": "full", "scale_dtype": "float16"},
+                quantize_embeddings=8,
+                modules_to_not_convert=["classifier"],
+                fp16_mixed_quantize={"enabled": True},
+                eigenvalue=EIGENVALUES,
+            ),
+            [
+                "quantize_groups: 4 -> 8, fixed from the offset on",
+                'rounding: "nearest" -> "stochastic", fixed',
+                'scale: "auto" -> "absmax", fixed',
+                'range: "narrow" -> "full", fixed',
+                'scale_dtype: "float32" -> "float16", fixed',
+                "quantize_embeddings: null -> 8, fixed",
+                'modules_to_not_convert: null -> ["classifier"], fixed',
+                "fp16_mixed_quantize.enabled: false -> true, fixed",
+                "eigenvalue.enabled: false -> true, fixed",
+            ],
         ),
-        (
-            AFTER,
-            changed(quantize_bits={"target_bits": 6}),
-            "target_bits: 3 -> 6: other bits after step 4",
-        ),
-        (
-            AFTER,
-            changed(quantize_schedule={"quantize_period": 1}),
-            "quantize_period: 2 -> 1: other bits after step 3",
-        ),
-        (
-            AFTER,
-            changed(quantize_schedule={"schedule_offset": 6}),
-            "schedule_offset: 2 -> 6: other bits after step 2",
-        ),
-        (
-            BEFORE,
-            changed(quantize_schedule={"schedule_offset": 0}),
-            "schedule_offset: 2 -> 0: other bits after step 1",
-        ),
-        (
-            BEFORE,
-            changed(quantize_schedule={"schedule_offset": 1}),
-            "schedule_offset: 2 -> 1: other bits after step 1",
-        ),
+        (AFTER, changed(quantize_algo={"q_type": "asymmetric"}), ['q_type: "symmetric" -> "asymmetric", fixed']),
+        (AFTER, changed(quantize_bits={"start_bits": 7}), ["start_bits: 6 -> 7: other bits after step 2"]),
+        (AFTER, changed(quantize_bits={"target_bits": 6}), ["target_bits: 3 -> 6: other bits after step 4"]),
+        (AFTER, changed(quantize_schedule={"quantize_period": 1}), ["period: 2 -> 1: other bits after step 3"]),
+        (AFTER, changed(quantize_schedule={"schedule_offset": 6}), ["offset: 2 -> 6: other bits after step 2"]),
+        (BEFORE, changed(quantize_schedule={"schedule_offset": 0}), ["offset: 2 -> 0: other bits after step 1"]),
+        (BEFORE, changed(quantize_schedule={"schedule_offset": 1}), ["offset: 2 -> 1: other bits after step 1"]),
     ],
     ids=str,
 )
 def test_a_change_that_would_corrupt_a_run_is_refused(
-    step: int, config: Any, text: str, run: Path, tmp_path: Path
+    step: int, config: Any, texts: list[str], run: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(MoQError, match=f"another MoQ config, and after its {step} steps .*{text}.* start a new run"):
+    text = f"another MoQ config, and after its {step} steps .* start a new run"
+    with pytest.raises(MoQError, match=text) as error:
         moq(tmp_path, config).train(resume_from_checkpoint=str(run / f"checkpoint-{step}"))
+    assert [text for text in texts if text not in str(error.value)] == []
 
 
 @pytest.mark.parametrize(
     "section, change",
     [
-        ("eigenvalue", {"max_iter": 50}),
-        ("eigenvalue", {"tol": 0.5}),
-        ("eigenvalue", {"stability": 1e-5}),
-        ("eigenvalue", {"gas_boundary_resolution": 2}),
-        ("eigenvalue", {"method": "power"}),
-        ("eigenvalue", {"max_overhead": 0.5}),
-        ("eigenvalue", {"num_samples": 8}),
-        ("distillation", {"teacher": "org/other"}),
-        ("distillation", {"logits": 0.5}),
-        ("distillation", {"hidden": 0.5}),
-        ("distillation", {"labels": 0.5}),
+        (
+            "eigenvalue",
+            {
+                "max_iter": 50,
+                "tol": 0.5,
+                "stability": 1e-5,
+                "gas_boundary_resolution": 2,
+                "method": "power",
+                "max_overhead": 0.5,
+                "num_samples": 8,
+            },
+        ),
+        ("distillation", {"teacher": "org/other", "logits": 0.5, "hidden": 0.5, "labels": 0.5}),
     ],
-    ids=str,
 )
 def test_what_counts_for_later_steps_alone_may_change_after_the_offset(section: str, change: dict[str, Any]) -> None:
     sections: dict[str, Any] = {"eigenvalue": {"enabled": True}, "distillation": {"teacher": "org/name"}}
     saved_config = MoQConfig.from_dict(changed(**sections))
     now = MoQConfig.from_dict(changed(**{**sections, section: {**sections[section], **change}}))
     told = changes(saved_config, now)
-    assert [*told] == [f"{section}.{key}" for key in change]
+    assert told.keys() == {f"{section}.{key}" for key in change}
     one, made = PrecisionSchedule(saved_config, ["a", "b"], 16), PrecisionSchedule(now, ["a", "b"], 16)
     for _ in range(AFTER):
         one.advance({})
