@@ -20,6 +20,7 @@ from moq_hf.model.inventory import Inventory
 from moq_hf.report import read_run, write_report
 from moq_hf.schedule import FLOAT_BITS
 from moq_hf.training.controller import MoQController
+from moq_hf.training.sensitivity import Sensitivity
 
 
 def config(
@@ -63,6 +64,13 @@ def test_a_mean_is_met_and_delivered(
     assert not [r for r in caplog.records if "within it" in r.message]
     state = json.loads((tmp_path / "out" / "moq_state.json").read_text())
     assert state["choice"] == asdict(controller.choice)
+    trainer.save_state()
+    run = read_run(tmp_path)
+    assert run.config.target_in_words == "2, 3, 4 or 8 bits, 3.3 in the mean"
+    assert {step for steps, _ in run.by_block("bits").values() for step in steps} == {3}
+    assert run.choice is not None and run.choice == controller.choice
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Bits under a budget" in page and "of 3.3 bits per quantized weight" in page
 
 
 def test_a_file_is_met_by_a_stock_trainer_and_plain_transformers_loads_it(tmp_path: Path) -> None:
@@ -146,25 +154,19 @@ def test_bits_fall_from_the_start_to_their_own_targets(tmp_path: Path) -> None:
         assert [s.step for s in made] == [1, *(1 + 2**k for k in range(len(made) - 1))]
 
 
-@pytest.mark.parametrize("at", [2, 5])
-def test_a_resumed_run_is_the_same_and_does_not_choose_again(
-    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_is_the_same_and_does_not_choose_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config({"mean": 3.3}, start=5)
-    more = {"save_strategy": "steps", "save_steps": at}
-    whole = trained(moq(tmp_path / "whole", settings, max_steps=10))
-    trained(moq(tmp_path / "part", settings, [Stop(at)], max_steps=10, **more))
-    again = moq(tmp_path / "part", settings, max_steps=10, **more)
-    if at == 5:
-        from moq_hf.training.sensitivity import Sensitivity
-
-        monkeypatch.setattr(Sensitivity, "costs", None)
-    again.train(resume_from_checkpoint=last_checkpoint(tmp_path / "part"))
-    assert_same(weights(whole), weights(again))
-    one, other = (callback_of(trainer).controller for trainer in (whole, again))
-    assert one is not None and other is not None and one.choice is not None
-    assert one.choice == other.choice and one.history == other.history
-    assert one.schedule.state_dict() == other.schedule.state_dict()
+    whole = trained(moq(tmp_path / "whole", settings, max_steps=10, save_strategy="steps", save_steps=1))
+    for at in (2, 5):
+        again = moq(tmp_path / "again", settings, max_steps=10)
+        if at == 5:
+            monkeypatch.setattr(Sensitivity, "costs", None)
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{at}"))
+        assert_same(weights(whole), weights(again))
+        one, other = (callback_of(trainer).controller for trainer in (whole, again))
+        assert one is not None and other is not None and one.choice is not None
+        assert one.choice == other.choice and one.history == other.history
+        assert one.schedule.state_dict() == other.schedule.state_dict()
 
 
 def test_another_budget_after_the_choice_is_refused(tmp_path: Path) -> None:
@@ -192,17 +194,6 @@ def test_the_pace_goes_by_the_measure(tmp_path: Path) -> None:
     assert {s.block for s in measured} == {"bert.encoder.layer.0", "bert.encoder.layer.1"}
     assert max(s.eigenvalue for s in measured if s.eigenvalue is not None) == 1.0
     assert controller.sensitivity.scores.keys() <= controller.sensitivity.blocks.keys()
-
-
-def test_the_report_shows_the_budget(tmp_path: Path) -> None:
-    trainer = trained(moq(tmp_path, config({"mean": 3.3})))
-    trainer.save_state()
-    run = read_run(tmp_path)
-    assert run.config.target_in_words == "2, 3, 4 or 8 bits, 3.3 in the mean"
-    assert {step for steps, _ in run.by_block("bits").values() for step in steps} == {3}
-    assert run.choice is not None and run.choice == callback_of(trainer).controller.choice  # type: ignore[union-attr]
-    page = write_report(tmp_path).read_text(encoding="utf-8")
-    assert "Bits under a budget" in page and "of 3.3 bits per quantized weight" in page
 
 
 # ---- before the first step

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from tiny_runs import Stop, arguments, assert_same, callback_of, moq, new_model, no_dropout, rows, trained, weights
+from tiny_runs import arguments, assert_same, callback_of, moq, new_model, no_dropout, rows, trained, weights
 from torch import nn
 from transformers import DataCollatorWithPadding, Trainer
 
@@ -184,7 +184,21 @@ def test_accelerate_knows_that_no_pass_over_the_data_is_under_way() -> None:
     assert len(first_batches(loader, 1000)) == 16
 
 
-def test_at_each_fall_and_not_again_on_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bits of each call of GPTQ."""
+    calls: list[int] = []
+    gptq = quantizer.gptq
+
+    def spy(weight: torch.Tensor, moment: torch.Tensor, bits: int, grid: Grid) -> torch.Tensor:
+        calls.append(bits)
+        return gptq(weight, moment, bits, grid)
+
+    monkeypatch.setattr(quantizer, "gptq", spy)
+    return calls
+
+
+def test_at_each_fall_and_not_again_on_resuming(used: list[int], tmp_path: Path) -> None:
     config = MoQConfig.from_dict(
         {
             "quantize_bits": {"start_bits": 4, "target_bits": 3},
@@ -193,46 +207,23 @@ def test_at_each_fall_and_not_again_on_resuming(tmp_path: Path, monkeypatch: pyt
             "quantize_algo": {"gptq": 8},
         }
     )
-    used: list[int] = []
-    gptq = quantizer.gptq
-
-    def spy(weight: torch.Tensor, moment: torch.Tensor, bits: int, grid: Grid) -> torch.Tensor:
-        used.append(bits)
-        return gptq(weight, moment, bits, grid)
-
-    monkeypatch.setattr(quantizer, "gptq", spy)
     saving = {"save_strategy": "steps", "save_steps": 6, "max_steps": 12}
-    whole = trained(no_dropout(moq(tmp_path / "whole", config, **saving)))
+    whole = trained(no_dropout(moq(tmp_path, config, **saving)))
     layers = len(callback_of(whole).controller.layers)
     assert used == [4] * layers + [3] * layers
-    trained(no_dropout(moq(tmp_path / "parts", config, [Stop(6)], **saving)))
     del used[:]
-    resumed = no_dropout(moq(tmp_path / "parts", config, **saving))
-    resumed.train(resume_from_checkpoint=True)
+    resumed = no_dropout(moq(tmp_path, config, **saving))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert set(used) <= {3}
     assert_same(weights(whole), weights(resumed))
     delivered = callback_of(whole).delivered
     assert delivered is not None and delivered.proof is not None and delivered.proof.agrees
 
 
-def float_first_run(folder: Path, config: MoQConfig) -> MoQTrainer:
-    settings = arguments(folder, max_steps=8)
+def test_after_a_float_phase_it_starts_from_the_float_model(used: list[int], tmp_path: Path) -> None:
+    settings, config = arguments(tmp_path, max_steps=8), MoQConfig(**PLAIN, gptq=8)
     trainer = MoQTrainer(new_model(), settings, train_dataset=rows(), moq_config=config, float_first=True)
-    return no_dropout(trainer)
-
-
-def test_after_a_float_phase_it_starts_from_the_float_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[int] = []
-    gptq = quantizer.gptq
-
-    def spy(weight: torch.Tensor, moment: torch.Tensor, bits: int, grid: Grid) -> torch.Tensor:
-        used.append(bits)
-        return gptq(weight, moment, bits, grid)
-
-    monkeypatch.setattr(quantizer, "gptq", spy)
-    config = MoQConfig(**PLAIN, gptq=8)
-    trainer = float_first_run(tmp_path, config)
-    trainer.train()
+    no_dropout(trainer).train()
     assert set(used) == {3}
     assert callback_of(trainer).delivered.proof.agrees
 

@@ -2,9 +2,11 @@
 
 import html
 import importlib
+import io
 import json
 import re
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -74,34 +76,41 @@ def test_the_plan_is_told_once_before_the_first_step_and_one_block_closes_the_ru
     assert main(["report", str(tmp_path)]) == 0
 
 
-def test_auto_meets_its_deadline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = trained(stock(tmp_path, AUTO))
-    told = capsys.readouterr().out
+@pytest.fixture(scope="module")
+def auto(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A MoQTrainer whose run had a deadline and a checkpoint of each step, and what it said."""
+    torch.set_num_threads(1)
+    with redirect_stdout(io.StringIO()) as said:
+        trainer = trained(moq(tmp_path_factory.mktemp("auto"), AUTO, save_strategy="steps", save_steps=1))
+    return trainer, said.getvalue()
+
+
+def test_auto_meets_its_deadline(auto: Any) -> None:
+    trainer, told = auto
     assert "offset 2, period auto, deadline at step 12" in told
     drops = {log["step"]: log["moq/mean_bits"] for log in trainer.state.log_history if "moq/mean_bits" in log}
     assert drops == {step: over_the_model(bits, trainer.model) for step, bits in {2: 6, 4: 5, 6: 4, 10: 3}.items()}
 
 
-def test_a_resumed_run_keeps_its_deadline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    straight = trained(moq(tmp_path / "straight", AUTO))
-    settings = {"save_strategy": "steps", "save_steps": 5}
-    trained(moq(tmp_path / "resumed", AUTO, callbacks=[Stop(5)], **settings))
-    resumed = moq(tmp_path / "resumed", AUTO, **settings)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(weights(straight), weights(resumed))
+def test_a_resumed_run_keeps_its_deadline(auto: Any, tmp_path: Path) -> None:
+    whole, _ = auto
+    checkpoint = f"{whole.args.output_dir}/checkpoint-5"
+    resumed = moq(tmp_path / "resumed", AUTO)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert_same(weights(whole), weights(resumed))
 
-    longer = moq(tmp_path / "resumed", AUTO, max_steps=40, **settings)
-    longer.train(resume_from_checkpoint=str(tmp_path / "resumed" / "checkpoint-5"))
+    longer = moq(tmp_path / "longer", AUTO, max_steps=40)
+    longer.train(resume_from_checkpoint=checkpoint)
     bits = {log["step"]: log["moq/mean_bits"] for log in longer.state.log_history if "moq/mean_bits" in log}
     assert [bits[6], bits[10]] == [over_the_model(now, longer.model) for now in (4, 3)]
 
 
-def test_a_schedule_that_is_over_resumes_in_a_run_of_any_length(tmp_path: Path) -> None:
-    trained(moq(tmp_path, AUTO, save_strategy="steps", save_steps=3))
+def test_a_schedule_that_is_over_resumes_in_a_run_of_any_length(auto: Any, tmp_path: Path) -> None:
+    folder = auto[0].args.output_dir
     # Every block is at 3 bits after step 10. Of 13 steps the deadline would be step 9, of 4 too early for three drops.
     for step, steps in ((12, 13), (15, 40), (9, 10), (9, 12)):
-        resumed = moq(tmp_path / "out", AUTO, max_steps=steps)
-        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        resumed = moq(tmp_path, AUTO, max_steps=steps)
+        resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-{step}")
         assert resumed.moq.controller.has_arrived and resumed.state.global_step == steps
         assert resumed.moq.controller.history[-1].step == 10
     for step, steps in ((3, 4), (6, 9)):
@@ -110,9 +119,7 @@ def test_a_schedule_that_is_over_resumes_in_a_run_of_any_length(tmp_path: Path) 
             match=rf"planned for 16 .* after {step} of them it is not over: .* after step 10, but "
             rf"this run ends after step {steps}. Resume with 10 steps or more",
         ):
-            moq(tmp_path / "out", AUTO, max_steps=steps).train(
-                resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}")
-            )
+            moq(tmp_path, AUTO, max_steps=steps).train(resume_from_checkpoint=f"{folder}/checkpoint-{step}")
 
 
 class Screen(TrainerCallback):
@@ -204,11 +211,21 @@ def test_a_drop_leaves_the_mean_of_the_loss_alone(tmp_path: Path) -> None:
     assert logged == pytest.approx([sum(trainer.losses[:8]) / 8, sum(trainer.losses[8:]) / 8])
 
 
-@pytest.mark.parametrize("make", [stock, moq])
-def test_tensorboard_has_the_scalars(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    trainer = trained(make(tmp_path, report_to="tensorboard", logging_steps=5))
-    events = EventAccumulator(str(tmp_path / "events")).Reload()
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A stock Trainer after its run, with its events for TensorBoard and its state in its folder."""
+    folder = tmp_path_factory.mktemp("finished")
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "events"))
+        trainer = trained(stock(folder, report_to="tensorboard", logging_steps=5))
+    trainer.save_state()
+    return trainer
+
+
+def test_tensorboard_has_the_scalars(finished: Any) -> None:
+    trainer = finished
+    events = EventAccumulator(f"{trainer.args.output_dir}/events").Reload()
     series = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     bits = [(2, 6), (4, 5), (5, 5), (6, 4), (10, 3), (10, 3), (15, 3)]
     assert series["train/moq/bits"] == bits
@@ -373,25 +390,23 @@ def test_the_size_counts_bits_and_scales(keys: Any, per_layer: Any, tiny_bert: A
     assert controller.sizes.mb == pytest.approx(exact / 1e6, rel=1e-12)
 
 
-def test_the_saved_state_has_the_whole_history(tmp_path: Path) -> None:
-    trainer = trained(stock(tmp_path))
-    trainer.save_state()
-    state = json.loads((tmp_path / "trainer_state.json").read_text())
+def test_the_saved_state_has_the_whole_history(finished: Any) -> None:
+    folder = Path(finished.args.output_dir)
+    state = json.loads((folder / "trainer_state.json").read_text())
     saved = state["stateful_callbacks"]["MoQCallback"]["attributes"]["saved"]
     assert [switch[0] for switch in saved["history"]] == [2] * 3 + [4] * 3 + [6] * 3 + [10] * 3
-    page = write_report(tmp_path).read_text()
-    mean = f"{over_the_model(3, trainer.model):.2f}"
+    page = write_report(folder).read_text()
+    mean = f"{over_the_model(3, finished.model):.2f}"
     assert re.search(rf"mean bits, whole model +{mean}\n", page) and re.search(r"precision +6 to 3 bits\n", page)
-    assert saved["float_size_mb"] == sum(p.numel() for p in trainer.model.parameters()) * 4 / 1e6
+    assert saved["float_size_mb"] == sum(p.numel() for p in finished.model.parameters()) * 4 / 1e6
 
 
-def test_a_notebook_shows_config_plan_and_verification(tmp_path: Path) -> None:
+def test_a_notebook_shows_config_plan_and_verification(finished: Any) -> None:
     callback = MoQCallback("w4", start_bits=6)
     shown = callback.config._repr_html_()
     assert json.loads(html.unescape(shown[5 : shown.index("</pre>")])) == callback.config.changed()
     assert shown.index("&quot;start_bits&quot;: 6") < shown.index("<summary>All keys") < shown.index("scale_refresh")
-    trainer = trained(stock(tmp_path))
-    callback = callback_of(trainer)
+    callback = callback_of(finished)
     assert callback.plan is not None and callback.delivered is not None
     assert callback.plan._repr_html_() == f"<pre>{callback.plan}</pre>"
     page = verify_quantized(callback.delivered.path)._repr_html_()
