@@ -88,45 +88,10 @@ def test_a_preset_goes_before_a_file_of_its_name(tmp_path: Path, monkeypatch: py
 
 
 def test_keywords_are_the_keys_of_a_file() -> None:
-    made = MoQConfig(
-        bits=4,
-        start_bits=8,
-        period=5,
-        offset=3,
-        deadline=0.5,
-        group_size=32,
-        rounding="stochastic",
-        scale="mse",
-        range="narrow",
-        embeddings=8,
-        convolutions=True,
-        heads=True,
-        activations=7,
-        serve=("llama.cpp",),
-        prove=False,
-        seed=3,
-        overrides=FIRST_AT_8,
-        eigenvalue={"enabled": True},
-        distillation={"hidden": 0.5},
-    )
-    assert made == MoQConfig.from_dict(
-        {
-            "quantize_bits": {"target_bits": 4, "start_bits": 8},
-            "quantize_schedule": {"quantize_period": 5, "schedule_offset": 3, "deadline": 0.5},
-            "quantize_group_size": 32,
-            "quantize_algo": {"rounding": "stochastic", "scale": "mse", "range": "narrow"},
-            "quantize_embeddings": 8,
-            "quantize_convolutions": True,
-            "quantize_heads": True,
-            "activation_quantization": {"enabled": True, "bits": 7},
-            "serve": ["llama.cpp"],
-            "prove": False,
-            "seed": 3,
-            "overrides": FIRST_AT_8,
-            "eigenvalue": {"enabled": True},
-            "distillation": {"hidden": 0.5},
-        }
-    )
+    """Sections too; each keyword has its key in the golden file that test_config.py compares."""
+    sections = {"overrides": FIRST_AT_8, "eigenvalue": {"enabled": True}, "distillation": {"hidden": 0.5}}
+    written = {"quantize_bits": {"target_bits": 4}, "activation_quantization": {"enabled": True, "bits": 7}, **sections}
+    assert MoQConfig(bits=4, activations=7, **sections) == MoQConfig.from_dict(written)  # type: ignore[arg-type]
     assert MoQConfig(bits=4, groups=8).grouping == RowBlocks(8)
     assert MoQCallback(bits=4, group_size=16).config.grouping == PerGroup(16)
 
@@ -409,14 +374,6 @@ def test_sensitive_blocks_with_overrides_are_measured() -> None:
             {"query": {"bits": 8}, "layer": {"bits": 3}},
             "'query' decides nothing, .* the last one counts: put it after layer",
         ),
-        ({"*": {}}, r"overrides.\*: says nothing; give bits, start_bits or group_size"),
-        ({"*": 8}, r"overrides.\*: 8 is not an object of bits, start_bits, group_size"),
-        ({"*": {"bit": 8}}, r"overrides.\*.bit: unknown key, did you mean overrides.\*.bits\?"),
-        ({"*": {"bits": 17}}, r"overrides.\*.bits: 17 is not legal; it must be a whole number from 1 to 16"),
-        (
-            {"query": {"bits": 8, "start_bits": 6}},
-            r"overrides.query: quantize_bits.target_bits 8 is above quantize_bits.start_bits 6",
-        ),
         (
             {"*": {"bits": 16}},
             r"overrides.\*.bits: 16 would quantize nothing; name layers .* in modules_to_not_convert",
@@ -426,7 +383,6 @@ def test_sensitive_blocks_with_overrides_are_measured() -> None:
             {"query": {"group_size": 5}},
             r"group_size 5 does not divide the weights of .*layer.\*.*features 16\) \(2\)",
         ),
-        ([8], r"overrides: \[8\] is not legal; it must be an object of globs"),
     ],
 )
 def test_wrong_overrides_are_told(overrides: Any, text: str) -> None:
@@ -489,8 +445,6 @@ def test_names_are_left_in_float_beside_the_heads() -> None:
     found = take_inventory(new_model(), MoQConfig(bits=4, modules_to_not_convert=("layer.0",)))
     assert "classifier" in found.left_out and all(".layer.0." not in name for name in found.layers)
     assert "classifier" in take_inventory(new_model(), MoQConfig(bits=4, heads=True)).layers
-    with pytest.raises(MoQConfigError, match=r"modules_to_not_convert: \[\] names nothing; .* unless heads is true"):
-        MoQConfig(bits=4, modules_to_not_convert=[])  # type: ignore[arg-type]
 
 
 # ---- tables
