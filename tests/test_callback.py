@@ -54,7 +54,7 @@ def test_the_forward_pass_sees_the_schedule(tmp_path: Path) -> None:
     assert torch.equal(layer.quantized_weight(), now) and not torch.equal(now, layer.weight)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adafactor"])
 def test_one_quantization_per_layer_and_forward_pass(
     optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +78,7 @@ def test_one_quantization_per_layer_and_forward_pass(
 def test_a_resumed_run_is_an_uninterrupted_one(make: Any, config: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
     whole = weights(trained(make(tmp_path / "whole", config, **settings)))
-    for step, restore in ((1, False), (5, True), (8, False), (13, True)):
+    for step, restore in ((1, False), (5, True), (13, False)):
         folder = tmp_path / str(step)
         shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
         resumed = make(folder, config, restore_callback_states_from_checkpoint=restore, **settings)
@@ -127,29 +127,6 @@ def test_a_loss_for_each_device_is_averaged(is_taught: bool, tmp_path: Path) -> 
     trainer = MoQTrainer(model, settings, train_dataset=rows(), moq_config=CONFIG, teacher=plain if is_taught else None)
     trainer.train()
     assert type(trainer.model_wrapped) is nn.DataParallel and trainer.state.global_step == 16
-
-
-def test_a_step_that_the_scaler_skipped_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    skipped = {3, 4, 9}
-    taken = [0]
-    real = AcceleratedOptimizer.step
-
-    def step(self: Any, closure: Any = None) -> None:
-        taken[0] += 1
-        if taken[0] not in skipped:
-            real(self, closure)
-
-    monkeypatch.setattr(AcceleratedOptimizer, "step", step)
-    monkeypatch.setattr(AcceleratedOptimizer, "step_was_skipped", property(lambda self: taken[0] in skipped))
-    spy = Spy()
-    trainer = stock(tmp_path, callbacks=[spy], max_steps=16, logging_strategy="steps", logging_steps=1)
-    trainer.train()
-    # As without skips, with the skipped steps' forward passes repeated: 3 and 4 at 6 bits, 9 at 4.
-    assert spy.bits == [32] * 2 + [6] * 4 + [5] * 2 + [4] * 5 + [3] * 3
-    logged = [log["moq/bits"] for log in trainer.state.log_history if "loss" in log]
-    assert logged[:4] == [32, 32, 6, 6]
 
 
 def test_evaluation_advances_nothing(tmp_path: Path) -> None:

@@ -80,5 +80,8 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert report["proof"] is True and report["texts"] == {"trained on": 96, "held out": 24}
     assert report["with float"]["cosine"] > 0.9
     assert report["quantized"]["bytes"] == sum(p.stat().st_size for p in (out / "quantized").rglob("*") if p.is_file())
-    assert "onnx/model.onnx" in report["onnx"] and (out / "onnx" / "modules.json").exists()
+    assert "onnx/model.onnx" in report["onnx"] and (out / "onnx" / "onnx" / "model.onnx").exists()
+    # As Sentence Transformers 5 and 6 both know them.
+    modules = [module["type"] for module in json.loads((out / "onnx" / "modules.json").read_text())]
+    assert modules == [f"sentence_transformers.models.{name}" for name in ("Transformer", "Pooling")]
     assert library.SentenceTransformer(str(out / "quantized")).encode(texts[:2]).shape == (2, 32)

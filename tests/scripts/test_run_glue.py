@@ -84,7 +84,7 @@ def run(arguments: dict[str, object], *doing: str) -> Path:
     return Path(str(arguments["output_dir"]))
 
 
-@pytest.mark.parametrize("task", ["cola", "mrpc", "stsb", "mnli"])
+@pytest.mark.parametrize("task", ["cola", "stsb", "mnli"])
 def test_each_task_is_trained_evaluated_and_predicted(
     task: str, arguments: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,8 +303,8 @@ def test_resumes_from_the_last_whole_checkpoint(
 ) -> None:
     given = arguments | files("cola", tmp_path) | {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
     given |= {"moq_config": config}
-    straight = load_file(run(given | {"output_dir": tmp_path / "straight"}, "do_train") / "model.safetensors")
     out = run(given | {"output_dir": tmp_path / "cut"}, "do_train")
+    straight = load_file(out / "model.safetensors")
     shutil.rmtree(out / "checkpoint-5")
     # As a run leaves it that is killed while it saves.
     (out / "checkpoint-4" / "trainer_state.json").unlink()

@@ -142,9 +142,11 @@ class TakesLabelsOut(Trainer):
 
 def test_a_loss_may_take_its_batch_apart(tmp_path: Path) -> None:
     callback = MoQCallback(**PLAIN, gptq=4)
-    trainer = TakesLabelsOut(new_model(), arguments(tmp_path, max_steps=1), train_dataset=rows(), callbacks=[callback])
-    trained(trainer)
-    assert callback.delivered is not None
+    settings = arguments(tmp_path, max_steps=32, logging_steps=16)
+    trainer = trained(TakesLabelsOut(new_model(), settings, train_dataset=rows(), callbacks=[callback]))
+    first, last = (log["loss"] for log in trainer.state.log_history if "loss" in log)
+    assert last < first
+    assert callback.delivered is not None and callback.delivered.proof is not None and callback.delivered.proof.agrees
 
 
 def test_batches_of_texts_count_as_many_examples_as_they_have_texts() -> None:

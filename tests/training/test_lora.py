@@ -84,8 +84,7 @@ def test_globs_mean_layers_that_are_adapted() -> None:
         quantize_model(adapted(), {**FIXED, "modules_to_not_convert": ["*.value"]})
 
 
-@pytest.mark.parametrize("variant", ["rslora", "DoRA"])
-@pytest.mark.parametrize("way", ["merge_and_unload", "unload"])
+@pytest.mark.parametrize(("way", "variant"), [("merge_and_unload", "DoRA"), ("unload", "rslora")])
 def test_unloading_leaves_the_layers_quantized(way: str, variant: str) -> None:
     """With the adapters in their weights, or without, as PEFT's methods say."""
     plain = getattr(adapted(**VARIANTS[variant]), way)()
@@ -159,9 +158,10 @@ def add_other(model: Any, **settings: Any) -> None:
     model.base_model.set_adapter(["default", "other"])
 
 
-@pytest.mark.parametrize("target", ["c_attn", "wpe"])
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize(
+    ("target", "first", "second"),
+    [("c_attn", False, True), ("c_attn", True, False), ("wpe", False, False), ("wpe", True, True)],
+)
 def test_two_adapters_are_summed(target: str, first: bool, second: bool) -> None:
     """DoRA scales what the adapters before it have made of the weight, as in PEFT."""
     settings = {"target_modules": [target], "fan_in_fan_out": True}
@@ -376,21 +376,13 @@ def test_a_model_without_lora_is_told() -> None:
         quantize_model(model, FIXED)
 
 
-OTHERS: dict[str, tuple[peft.PeftConfig, str]] = {
-    "IA3": (peft.IA3Config(task_type="SEQ_CLS", target_modules=["query"], feedforward_modules=[]), "Linear"),
-    "AdaLoRA": (peft.AdaLoraConfig(task_type="SEQ_CLS", target_modules=["query"], total_step=9), "SVDLinear"),
-}
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_another_adapter_than_lora_is_told(kind: str) -> None:
-    config, name = OTHERS[kind]
-    with pytest.raises(MoQError, match=f"{name} of PEFT is not LoRA"):
-        quantize_model(peft.get_peft_model(new_model("BERT", TASK), config), FIXED)
-
-
-def test_xlora_is_told(tmp_path: Path) -> None:
-    """It has LoRA's layers, and mixes what they compute."""
+def test_another_adapter_than_lora_is_told(tmp_path: Path) -> None:
+    ia3 = peft.IA3Config(task_type="SEQ_CLS", target_modules=["query"], feedforward_modules=[])
+    adaptive = peft.AdaLoraConfig(task_type="SEQ_CLS", target_modules=["query"], total_step=9)
+    for other, name in ((ia3, "Linear"), (adaptive, "SVDLinear")):
+        with pytest.raises(MoQError, match=f"{name} of PEFT is not LoRA"):
+            quantize_model(peft.get_peft_model(new_model("BERT", TASK), other), FIXED)
+    # XLoRA has LoRA's layers, and mixes what they compute.
     adapted("Llama", "causal LM", target_modules=["q_proj"]).save_pretrained(tmp_path)
     base = new_model("Llama", "causal LM")
     base.config.use_cache = False

@@ -54,7 +54,7 @@ class Watch(TrainerCallback):
 def test_a_step_that_overflows_advances_nothing(device: str, optimizer: str, config: Any, tmp_path: Path) -> None:
     skipped = (0, 3, 4, 9)
     watch, spy = Watch(), Spy()
-    settings = {"fp16": True, "optim": optimizer, "learning_rate": 1e-3, "use_cpu": device == "cpu"}
+    settings = {"fp16": True, "optim": optimizer, "learning_rate": 1e-3, "use_cpu": device == "cpu", "logging_steps": 1}
     trainer = Scaled(
         new_model(), arguments(tmp_path, **settings), train_dataset=rows(), callbacks=[watch, spy], moq_config=config
     )
@@ -68,6 +68,11 @@ def test_a_step_that_overflows_advances_nothing(device: str, optimizer: str, con
     steps = [switch.step for switch in controller.history if switch.block == "bert.pooler.dense"]
     assert steps == [2, 4, 6, 10]
     assert spy.bits[:3] == [32] * 3 and spy.bits[3:7] == [6] * 4
+    logged = [log["moq/bits"] for log in trainer.state.log_history if "loss" in log]
+    assert logged[:5] == [32, 32, 32, 6, 6]
+    if config is STOCHASTIC:
+        # As without skips, with the forward passes of the skipped steps repeated.
+        assert spy.bits == [32] * 3 + [6] * 4 + [5] * 2 + [4] * 5 + [3] * 2
 
 
 class Greedy(Trainer):

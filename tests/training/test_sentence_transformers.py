@@ -26,7 +26,6 @@ from moq_hf import (
     save_quantized,
     verify_quantized,
 )
-from moq_hf.export.onnx import export_onnx
 from moq_hf.model.convert import quant_layers
 
 library = pytest.importorskip("sentence_transformers")
@@ -116,18 +115,15 @@ def check_delivered(callback: MoQCallback, kind: str, model: Any) -> Path:
 
 
 @noisy
-@pytest.mark.parametrize("name", ["ranking", "cosine", "matryoshka"])
+@pytest.mark.parametrize("name", ["cosine", "matryoshka"])
 def test_losses_of_an_encoder(name: str, tmp_path: Path, alone: Any) -> None:
     model = encoder(tmp_path, parts.Normalize())
     pairs: dict[str, Any] = {"one": TEXTS, "two": TEXTS[::-1]}
-    ranking = losses.MultipleNegativesRankingLoss(model)
-    loss = {
-        "ranking": ranking,
-        "cosine": losses.CoSENTLoss(model),
-        "matryoshka": losses.MatryoshkaLoss(model, ranking, [32, 16]),
-    }[name]
     if name == "cosine":
+        loss = losses.CoSENTLoss(model)
         pairs["score"] = [index / 16 for index in range(16)]
+    else:
+        loss = losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [32, 16])
     callback = train("SentenceTransformer", model, tmp_path / "run", pairs, loss)
     folder = check_delivered(callback, "SentenceTransformer", model)
     assert {path.name for path in folder.iterdir()} >= {
@@ -279,18 +275,3 @@ def test_texts_alone_teach_a_plain_encoder(tmp_path: Path) -> None:
     logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
     assert all(logged[f"moq/loss_{name}"] > 0 for name in ("similarity", "embedding", "relations", "hidden"))
     assert "moq/loss_task" not in logged
-
-
-def test_a_folder_of_sentence_transformers_is_exported(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
-    model = quantize_model(encoder(tmp_path), {"quantize_bits": {"target_bits": 4}, "quantize_embeddings": 4})
-    tokenizer = model.tokenizer
-    save_quantized(model, tmp_path / "packed", processing_class=tokenizer)
-    export_onnx(tmp_path / "packed", tmp_path / "onnx", flavors=["weight-only"], names="hub")
-    assert (tmp_path / "onnx" / "onnx" / "model.onnx").exists()
-    # As Sentence Transformers 5 and 6 both know them.
-    modules = json.loads((tmp_path / "onnx" / "modules.json").read_text())
-    assert [module["type"] for module in modules] == [
-        "sentence_transformers.models.Transformer",
-        "sentence_transformers.models.Pooling",
-    ]

@@ -40,26 +40,6 @@ def equal(one: nn.Module, other: nn.Module, inputs: dict[str, torch.Tensor]) -> 
     return all([torch.equal(a, b) for a, b in pairs])
 
 
-class Focal(hf.Trainer):
-    """A loss of its own, of the logits alone."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        likelihood = outputs.logits.softmax(-1).gather(1, labels[:, None])
-        loss = -((1 - likelihood) ** 2 * likelihood.log()).mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-def test_a_trainer_with_a_loss_of_its_own(tmp_path: Path, stranger: Stranger) -> None:
-    model = new_model("BERT", TASK)
-    trainer = Focal(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(CONFIG)])
-    trainer.train()
-    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    assert bits_of(model) == TARGET and losses[-1] < losses[0]
-    assert stranger.load(tmp_path / "quantized", model, inputs_of(TASK, model)) == {"equal": True, "tied": []}
-
-
 def test_generation_while_training(tmp_path: Path, stranger: Stranger) -> None:
     task = "sequence to sequence"
     model = new_model("T5", task)
@@ -196,6 +176,11 @@ def test_a_search_by_optuna_delivers_each_trial_and_a_pruned_one_leaves_nothing_
     assert not (tmp_path / "quantized").exists()
 
 
+def left_in_float(model: nn.Module) -> list[str]:
+    quantized = quant_layers(model)
+    return [name for name, part in model.named_modules() if isinstance(part, LINEARS) and name not in quantized]
+
+
 class Tower(nn.Module):
     """A body of transformers in a module of one's own, with two layers on top."""
 
@@ -215,12 +200,7 @@ def test_a_body_in_a_module_of_one_s_own(tmp_path: Path, caplog: pytest.LogCaptu
     model = Tower()
     trainer = hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(CONFIG)])
     trainer.train()
-    assert [
-        name for name, part in model.named_modules() if isinstance(part, LINEARS) and name not in quant_layers(model)
-    ] == [
-        "between",
-        "head",
-    ]
+    assert left_in_float(model) == ["between", "head"]
     told = "holds floats on the grid, not packed: only models of transformers can be saved packed, got Tower"
     assert told in caplog.text
     delivered = Tower()
@@ -238,15 +218,10 @@ def test_a_body_in_a_module_of_one_s_own(tmp_path: Path, caplog: pytest.LogCaptu
 def test_the_heads_of_models_in_a_module_stay_float() -> None:
     pair = nn.ModuleDict({"one": new_model("BERT", TASK), "two": new_model("DistilBERT", TASK), "top": nn.Linear(4, 2)})
     quantize_model(pair, CONFIG)
-    left = [name for name, part in pair.named_modules() if isinstance(part, LINEARS) and name not in quant_layers(pair)]
-    assert left == ["one.classifier", "two.pre_classifier", "two.classifier", "top"]
+    assert left_in_float(pair) == ["one.classifier", "two.pre_classifier", "two.classifier", "top"]
 
 
-ADAPTED = [
-    ("BERT", TASK, ["query", "value"]),
-    ("GPT-2", "causal LM", ["c_attn"]),
-    ("Llama", "causal LM", "all-linear"),
-]
+ADAPTED = [("GPT-2", "causal LM", ["c_attn"]), ("Llama", "causal LM", "all-linear")]
 # peft 0.21 asks transformers for an attribute by its old name.
 from_peft = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
