@@ -91,7 +91,7 @@ def result(folder: Path, job: str) -> Any:
     return torch.load(folder / f"{job.replace('/', '-')}.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("job", [job for job in JOBS if job.count("/") == 1 and not job.endswith("bf16")])
+@pytest.mark.parametrize("job", [job for job in JOBS if job.count("/") == 1])
 def test_two_processes_train_what_one_does(job: str, two_processes: Path, tmp_path: Path) -> None:
     check_against_one(job, two_processes, tmp_path)
 

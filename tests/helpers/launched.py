@@ -5,15 +5,12 @@ around `fully_shard`), offload (the same with parts that are kept on the CPU), h
 reshard (a forward pass leaves parts of another size), zero1, zero2 or zero3; ddp comes first,
 since Accelerate keeps what it was told. Rank 0 writes
 OUT/KIND-CASE.pt: the float weights, the bits, every switch and the losses; for KIND/resume/CASE if a resumed run is
-equal, for KIND/error/CASE what each rank raised; KIND/killed/CASE dies, and KIND/again/CASE goes on from there. One
-launch serves many cases: starting takes most of the time.
+equal, for KIND/error/CASE what each rank raised. One launch serves many cases: starting takes most of the time.
 """
 
 import json
 import os
-import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tiny_runs import Stop, rows
 from torch import nn
 
-from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, last_checkpoint
+from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer
 from moq_hf.model.convert import quant_layers
 from moq_hf.processes import gathered_state_dict
 from moq_hf.training.controller import MoQController
@@ -50,38 +47,24 @@ BUDGET = {
     "quantize_schedule": {"quantize_period": 1, "schedule_offset": 2},
     "eigenvalue": {"num_samples": GLOBAL_BATCH, "max_overhead": 1.0},
 }
-ACCUMULATE = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": GLOBAL_BATCH // 2}
 # Name to MoQ config and training arguments.
-CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
-    "float": (None, {}),
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nearest": (BASE, {}),
     "stochastic": (STOCHASTIC, {}),
-    "asymmetric": ({**BASE, "quantize_type": "asymmetric"}, {}),
-    "one_group": ({**BASE, "quantize_groups": 1}, {}),
-    "per_channel": ({**BASE, "quantize_groups": "per_channel"}, {}),
     "ternary": ({**BASE, "quantize_bits": {"start_bits": 4, "target_bits": 2}}, {}),
-    "blend": ({**BASE, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.3}}, {}),
     # Rounded in the last step alone: sums in another order may round to another code.
     "activations": ({**BASE, "activation_quantization": {"enabled": True, "start_step": STEPS - 1}}, {}),
-    "embeddings": ({**BASE, "quantize_embeddings": 8}, {}),
-    "accumulate": (STOCHASTIC, ACCUMULATE),
-    "checkpointing": (STOCHASTIC, {"activation_checkpointing": True}),
-    "adamw": (BASE, {"optim": "adamw_torch", "learning_rate": 2e-3, "adam_epsilon": 1e-4}),
     "adamw_stochastic": (STOCHASTIC, {"optim": "adamw_torch_fused", "learning_rate": 2e-3}),
-    "float_bf16": (None, {"bf16": True}),
-    "bf16": (BASE, {"bf16": True}),
     "sharded": (
         {**BASE, "quantize_embeddings": 8},
         {"state_dict_type": "SHARDED_STATE_DICT", "save_strategy": "steps", "save_steps": STEPS},
     ),
-    "compile": (STOCHASTIC, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "float_first": (AT_ONCE, {"float_first": True}),
     "float_first_adamw": (AT_ONCE, {"float_first": True, "optim": "adamw_torch_fused", "learning_rate": 2e-3}),
     "gptq": ({**BASE, "quantize_algo": {"scale_refresh": 3, "gptq": 16}}, {}),
     "budget": (BUDGET, {}),
     "lora": ({**BASE, "lora": "merged"}, {}),
     "dora": ({**BASE, "lora": "merged"}, {}),
-    "eigenvalues": ({**BASE, "eigenvalue": EIGENVALUE}, {}),
     "eigenvalues_stochastic": ({**STOCHASTIC, "eigenvalue": EIGENVALUE}, {}),
 }
 
@@ -95,8 +78,6 @@ class OnCpu(hf.Trainer):
             state = self.accelerator.state
             PartialState._shared_state["distributed_type"] = state.distributed_type = DistributedType.FSDP
             state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
-            if state.mixed_precision != "no":
-                state.fsdp_plugin.set_mixed_precision(state.mixed_precision)
             self.is_fsdp_enabled = True
 
 
@@ -143,13 +124,8 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
     float_first = settings.pop("float_first", None)
     saved_as = settings.pop("state_dict_type", "FULL_STATE_DICT")
     if kind in ("fsdp2", "stock"):
-        checkpointing = settings.pop("activation_checkpointing", False)
         settings["fsdp"] = True
-        settings["fsdp_config"] = {
-            "transformer_layer_cls_to_wrap": ["BertLayer"],
-            "activation_checkpointing": checkpointing,
-            "state_dict_type": saved_as,
-        }
+        settings["fsdp_config"] = {"transformer_layer_cls_to_wrap": ["BertLayer"], "state_dict_type": saved_as}
     if kind.startswith("zero"):
         settings["deepspeed"] = {
             "zero_optimization": {"stage": int(kind[-1])},
@@ -239,11 +215,11 @@ def run(folder: Path, kind: str, case: str) -> dict[str, Any]:
         return outcome(by_hand(folder, kind, case))
     trainer = trainer_for(folder / f"{kind}-{case}", kind, case)
     trainer.train()
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    model = trainer.accelerator.unwrap_model(trainer.model)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     controller = controller_of(trainer)
     found = outcome({"model": model, "controller": controller, "losses": losses})
-    if case in ("nearest", "sharded", "compile", "dora") and kind != "stock":
+    if case in ("nearest", "sharded", "dora") and kind != "stock":
         trainer.save_model(str(folder / f"{kind}-{case}" / "packed"))
     return found
 
@@ -257,36 +233,14 @@ def resumed(folder: Path, kind: str, case: str) -> bool:
     stop = Stop(12 if case == "float_first_adamw" else 7)
     part = trainer_for(folder / f"{kind}-part-{case}", kind, case, [stop], **SAVING)
     part.train()
-    return again(folder, kind, case)
-
-
-def again(folder: Path, kind: str, case: str) -> bool:
-    """Whether a run that goes on from the last checkpoint of another ends as one from the beginning does."""
     whole = trainer_for(folder / f"{kind}-whole-{case}", kind, case, **SAVING)
     whole.train()
     expected = outcome({"model": whole.model, "controller": controller_of(whole), "losses": []})
-    part = folder / f"{kind}-part-{case}"
-    again = trainer_for(part, kind, case, **SAVING)
-    again.train(resume_from_checkpoint=True if last_checkpoint(part) else None)
+    again = trainer_for(folder / f"{kind}-part-{case}", kind, case, **SAVING)
+    again.train(resume_from_checkpoint=True)
     found = outcome({"model": again.model, "controller": controller_of(again), "losses": []})
     equal = all(torch.equal(found["weights"][name], value) for name, value in expected["weights"].items())
     return equal and found["bits"] == expected["bits"] and found["history"] == expected["history"]
-
-
-class Die(hf.TrainerCallback):
-    """Kills a process at a moment in a step: what MOQ_DIE says, the rank, the step and seconds after its begin."""
-
-    def __init__(self) -> None:
-        self.rank, self.step, self.seconds = (float(word) for word in os.environ["MOQ_DIE"].split())
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (dist.get_rank(), state.global_step + 1) == (self.rank, self.step):
-            threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-
-
-def killed(folder: Path, kind: str, case: str) -> None:
-    """Trains until one process dies, for `again` in another launch."""
-    trainer_for(folder / f"{kind}-part-{case}", kind, case, [Die()], **SAVING).train()
 
 
 class Break(hf.TrainerCallback):
@@ -333,7 +287,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for argument in sys.argv[2:]:
         kind, *modes, case = argument.split("/")
-        modes_of = {"resume": resumed, "error": refused, "killed": killed, "again": again}
+        modes_of = {"resume": resumed, "error": refused}
         what = modes_of[modes[0]] if modes else run
         found = what(folder, kind, case)
         if dist.get_rank() == 0:

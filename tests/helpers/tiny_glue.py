@@ -22,22 +22,8 @@ ModelArguments = glue_arguments.ModelArguments
 main = run_glue_moq.main
 
 WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "man",
-    "sees",
-    "likes",
-    "big",
-    "small",
-    "red",
-    "blue",
-    "runs",
-    "sleeps",
-    "and",
-    "who",
-]
+    "the", "a", "cat", "dog", "man", "sees", "likes", "big", "small", "red", "blue", "runs", "sleeps", "and", "who",
+]  # fmt: skip
 
 
 def make_model(folder):
