@@ -14,7 +14,6 @@ from tiny_runs import arguments, new_model, rows
 from torch import nn
 
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, PrecisionSchedule, cli, plan, quantize_model
-from moq_hf.config import PRESETS
 from moq_hf.grid import PerChannel, PerGroup, RowBlocks
 from moq_hf.migrate import migrate
 from moq_hf.model.convert import quant_layers
@@ -39,11 +38,6 @@ def bits_of(model: nn.Module) -> dict[str, int]:
 
 
 # ---- presets
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_its_name(name: str) -> None:
-    assert MoQCallback(name).config == MoQConfig.load(name)
 
 
 @pytest.mark.parametrize("name", ["lm-w4", "moq", "auto"])

@@ -120,7 +120,6 @@ def test_blend_falls_to_zero_and_starts_again_for_a_block_that_switched() -> Non
         (lambda: plan(make(8, 4, 1, offset=5), 5), "schedule_offset 5 is not before the end"),
         (lambda: plan(make(8, 4, 1), 0), "total_steps must be a whole number from 1 .*, got 0"),
         (lambda: plan(make(8, 4, 1), "345"), 'total_steps must be a whole number from 1 .*, got "345"'),
-        (lambda: plan(make(8, 4, 1), 2**63), r"total_steps must be .* below 2\*\*63"),
         (lambda: plan(make(8, 4, 1), 10**5000), r"total_steps must be .* below 2\*\*63"),
         (lambda: plan(MoQConfig(enabled=False), 5), "enabled is false"),
         (lambda: plan(make(8, 4, 1), 50, {"b": 1.5}), "eigenvalue of 'b' must be in \\[0, 1\\], got 1.5"),

@@ -346,7 +346,6 @@ def test_inputs_stay_float_in_the_float_phase(tmp_path: Path) -> None:
     ("share", "more", "words"),
     [
         (1.5, {}, "float_first: 1.5 is not a share of the run; it must be true"),
-        (0.0, {}, "float_first: 0.0 is not a share"),
         ("0.5", {}, "float_first: '0.5' is not a share"),
         (True, {"moq_config": None}, "float_first needs a moq_config that is enabled"),
         (True, {"moq_config": {**CONFIG, "enabled": False}}, "float_first needs a moq_config that is enabled"),

@@ -107,7 +107,6 @@ def states(trainer: Any) -> set[tuple[str, str, torch.dtype]]:
     [
         ("adamw_torch_8bit", "torchao"),
         ("adamw_8bit", "bitsandbytes"),
-        ("lion_8bit", "bitsandbytes"),
         ("schedule_free_adamw", "schedulefree"),
         ("adafactor", "torch"),
     ],
