@@ -400,7 +400,7 @@ def one_rank(rank: int, folder: str, rows_per_step: float) -> None:
 
 
 # At 110 a step the second measurement fits the budget of the rank with the smaller batch, not that of the other.
-@pytest.mark.parametrize("rows_per_step", [110, 10_000])
+@pytest.mark.parametrize("rows_per_step", [8, 110, 10_000])
 def test_ranks_agree_on_the_mean(tmp_path: Path, rows_per_step: float) -> None:
     programs.warm()
     mp.start_processes(one_rank, (str(tmp_path), rows_per_step), nprocs=2, start_method="forkserver")
