@@ -98,8 +98,8 @@ class ExpertsWeight(QuantLayer):
         experts = self.experts
         del experts.moq_states[self.attribute]
         if not experts.moq_states:
-            del experts.moq_states
             cast(nn.Module, experts).__class__ = base_class(type(experts))
+            del experts.moq_states
 
 
 def experts_parameters(module: nn.Module) -> list[str]:
@@ -130,11 +130,12 @@ def make_quantized(module: nn.Module, states: Mapping[str, LayerState]) -> None:
     """Make an experts module a quantized one.
 
     Args:
-        module: A plain one.
+        module: Any module, plain or quantized before: what it had then is gone.
         states: Parameter's name to how it is quantized.
     """
-    module.__class__ = _class_of(type(module), tuple(module._parameters))  # type: ignore[arg-type]
     cast(QuantExperts, module).moq_states = dict(states)
+    if not isinstance(module, QuantExperts):
+        module.__class__ = _class_of(type(module), tuple(module._parameters))  # type: ignore[arg-type]
 
 
 def quantized_in(name: str, module: nn.Module) -> dict[str, QuantLayer]:

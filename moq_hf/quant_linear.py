@@ -254,8 +254,8 @@ class QuantLayer(QuantModule):
 
     def release(self) -> None:
         """Give the layer back the class that it had before."""
-        del self.moq
         cast(nn.Module, self).__class__ = base_class(type(self))
+        del self.moq
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Classes made for subclasses of nn.Linear have no importable name: the base

@@ -159,13 +159,15 @@ def prepare_model(
         The layers of the schedule, experts among them, and the embedding tables, by
         name.
     """
-    for layer in quantized_layers(inventory.model).values():
-        layer.release()
     chosen: dict[str, Any] = {**inventory.layers, **inventory.embeddings}
+    kept = {*chosen, *inventory.tied, *inventory.experts}
+    for name, layer in quantized_layers(inventory.model).items():
+        if name not in kept:
+            layer.release()
     for index, (name, module) in enumerate(chosen.items()):
-        layer = _quantized_layer(module)
         grid = grid_of(module, config.of(name))
-        layer.moq = _new_state(name, index, grid, layer.kind, config)
+        kind = _class_for(module).kind
+        layer = _quantized_layer(module, _new_state(name, index, grid, kind, config))
         rounded = config.activations.grid
         if rounded is not None and layer.kind in ("linear", "conv1d"):
             rows, columns = layer.matrix_shape
@@ -175,11 +177,11 @@ def prepare_model(
             )
     for name, owner in inventory.tied.items():
         # Layers that share a weight share its state.
-        _quantized_layer(inventory.modules[name]).moq = chosen[owner].moq
+        _quantized_layer(inventory.modules[name], chosen[owner].moq)
     states: dict[nn.Module, dict[str, LayerState]] = {}
     for index, (name, module) in enumerate(inventory.experts.items(), len(chosen)):
         attribute = name.rpartition(".")[2]
-        kind: Kind = "experts_t" if experts_transposed(module) else "experts"
+        kind = "experts_t" if experts_transposed(module) else "experts"
         grid = grid_of(module, config.of(name), attribute)
         states.setdefault(module, {})[attribute] = _new_state(
             name, index, grid, kind, config
@@ -194,9 +196,17 @@ def prepare_model(
     return layers, {name: quantized[name] for name in inventory.embeddings}
 
 
-def _quantized_layer(module: nn.Module) -> QuantLayer:
-    module.__class__ = quant_class(type(module))
-    return cast(QuantLayer, module)
+def _class_for(module: nn.Module) -> type[QuantLayer]:
+    """The quantized class for a layer, which may be quantized already."""
+    return type(module) if isinstance(module, QuantLayer) else quant_class(type(module))
+
+
+def _quantized_layer(module: nn.Module, state: LayerState) -> QuantLayer:
+    # The state first: another thread may be evaluating the model.
+    layer = cast(QuantLayer, module)
+    layer.moq = state
+    module.__class__ = _class_for(module)
+    return layer
 
 
 def _new_state(

@@ -180,8 +180,6 @@ def test_two_trainers_in_two_threads_train_and_deliver_as_each_alone(undisturbed
 def test_a_model_may_be_evaluated_in_another_thread_while_it_trains(undisturbed: Any, tmp_path: Path) -> None:
     trainer = no_dropout(stock(tmp_path, STOCHASTIC))
     done = threading.Event()
-    # More often it would meet layers that have their new class and no state yet.
-    sys.setswitchinterval(1e-3)
 
     def train() -> None:
         try:
