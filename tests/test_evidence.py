@@ -167,7 +167,9 @@ def test_what_is_said_of_dropout_in_the_float_phase() -> None:
     told = f"with dropout, which ends at {lower}, moq_hf has {ends[0]}, {ends[1]} and {ends[2]} at 4, 3 and 2 bits."
     assert told in text and not is_noise(lower)
     basic = on_page_one(results_page.BASIC._replace(dropout=False), reference, 2)
-    assert f"without it 2 bits end at {basic}." in text
+    assert f"Without it 2 bits end at {basic};" in text
+    four, three = basic_without_dropout_over_ours()
+    assert f"4 and 3 bits, with two other seeds, are level with moq_hf (+{four:.1f} and +{three:.1f})." in text
     # What the tables have is the default.
     assert not MoQConfig(bits=2).distillation.dropout and results_page.RECIPES["moq_hf"] == ours
 
@@ -234,18 +236,14 @@ def test_what_recipes_say_of_the_float_phase() -> None:
 
 
 def test_what_recipes_say_of_one_bit() -> None:
-    names = ("1 bit by way of 4, 3 and 2", "1 bit at once")
-    falls, at_once = (report_study.average(results_page.TWO, results_page.narrow(name), 1) for name in names)
-    (seed,) = falls
-    told = f"ended {at_once[seed] - falls[seed]:.1f} points below 1 bit at once (SST-2 and CoLA, one seed)"
-    assert told in results_text("recipes")
     once, by_two = (report_study.Ways(arm.name, dropout=False) for arm in glue_plans.PLANS["one bit"].arms)
     scores = [results_page.on_a_gpu(results_page.ONE, ways, 1) for ways in (by_two, once)]
     told = report_study.paired(*scores)
     assert [len(each) for each in scores] == [3, 3] and is_noise(told)
-    assert f"by way of 2, without dropout, {told.removeprefix('-')} below (SST-2, three seeds)" in results_text(
-        "recipes"
+    told = (
+        f"by way of 2, without dropout, ended {told.removeprefix('-')} points below 1 bit at once (SST-2, three seeds)"
     )
+    assert told in results_text("recipes")
 
 
 def test_what_is_said_of_language_models() -> None:
@@ -559,6 +557,18 @@ def ahead_of_basic_without_dropout() -> str:
     return lead.removeprefix("+")
 
 
+def basic_without_dropout_over_ours() -> list[float]:
+    """The mean lead of basic QAT over float first at 4 and 3 bits, neither with dropout; the seeds do not agree."""
+    means = []
+    for bits in (4, 3):
+        ways = (results_page.BASIC._replace(dropout=False), results_page.NO_DROPOUT)
+        basic, ours = (results_page.everywhere(results_page.ALL, way, bits) for way in ways)
+        leads = [basic[seed] - ours[seed] for seed in basic]
+        assert len(leads) == 2 and min(leads) < 0 < max(leads)
+        means.append(statistics.fmean(leads))
+    return means
+
+
 def against_float(name: str, bits: int) -> str:
     return report_study.interval(results_page.points(name, bits))
 
@@ -567,7 +577,8 @@ def test_page_one_says_what_was_measured() -> None:
     text = readme().replace("**", "")
     assert f"moq_hf ends {against_float('moq_hf', 2).removeprefix('-')} points below float." in text
     lower = on_page_one(results_page.LONG, results_page.FLOAT_NO_DROPOUT, 32)
-    assert f"Only basic QAT has dropout, which costs float {lower[1:]}." in text
+    told = f"Only basic QAT has dropout, which costs float {lower[1:]}; without it 4 and 3 bits are level with moq_hf"
+    assert f"{told} (two seeds)." in text and max(basic_without_dropout_over_ours()) < 1
     basic, per_channel, grouped = (ahead_of(name, 2) for name in ("basic QAT", "rounding", GROUPS_OF_32))
     assert is_win(basic) and is_win(per_channel) and is_win(grouped)
     told = f"It beats basic QAT by {basic} ({ahead_of_basic_without_dropout()} when neither has dropout),"
@@ -594,7 +605,9 @@ def test_what_the_guides_promise_is_what_was_measured() -> None:
     grouped = of[GROUPS_OF_32][1]
     told = f"loses {three} points, and {grouped} with `group_size=32`, which makes the folder as large as at 4 bits."
     assert told.replace("-", "") in guide
-    assert "Training with `float_first` is no better, and training without it loses more." in guide
+    assert (
+        "Training with `float_first` is no better, and training without it loses more where dropout stays on." in guide
+    )
     assert is_noise(ahead_of("rounding", 4)) and is_noise(ahead_of(GROUPS_OF_32, 3))
     assert all(is_win(ahead_of("basic QAT", bits)) for bits in (4, 3))
     assert all(is_win(ahead_of(name, 2)) for name in ("basic QAT", "rounding", GROUPS_OF_32))
