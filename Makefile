@@ -24,9 +24,10 @@ demo: $(INSTALLED)
 	@rm -rf runs/demo
 	@HF_HUB_OFFLINE=1 $(PY) scripts/run_glue_moq.py examples/demo/demo.json
 
+# Three processes on two cores: some tests wait for processes of their own.
 test: check
 	@echo "== pytest"
-	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest --quiet --numprocesses 2 --dist worksteal
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest --quiet --numprocesses 3 --dist worksteal
 
 check: $(INSTALLED)
 	@echo "== ruff"
