@@ -169,7 +169,7 @@ def test_what_is_said_of_dropout_in_the_float_phase() -> None:
     basic = on_page_one(results_page.BASIC._replace(dropout=False), reference, 2)
     assert f"Without it 2 bits end at {basic};" in text
     four, three = basic_without_dropout_over_ours()
-    assert f"4 and 3 bits, with two other seeds, are level with moq_hf (+{four:.1f} and +{three:.1f})." in text
+    assert f"4 and 3 bits are level with moq_hf (two other seeds, +{four:.1f} and +{three:.1f})." in text
     # What the tables have is the default.
     assert not MoQConfig(bits=2).distillation.dropout and results_page.RECIPES["moq_hf"] == ours
 
