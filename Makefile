@@ -27,7 +27,7 @@ demo: $(INSTALLED)
 # Three processes on two cores: some tests wait for processes of their own.
 test: check
 	@echo "== pytest"
-	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest --quiet --numprocesses 3 --dist worksteal
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest --quiet --numprocesses 3 --dist worksteal
 
 check: $(INSTALLED)
 	@echo "== ruff"

@@ -190,10 +190,12 @@ def shared(bits: int, share: float) -> Arm:
     )  # fmt: skip
 
 
-def budget(measure: str) -> dict[str, Any]:
-    """3 bits on average from the first steps on, as a measure of sensitivity distributes them; taught."""
-    bits = {"start_bits": 2, "target_bits": {"mean": 3.0, "choices": [2, 3, 4, 8]}}
-    return {**TAUGHT["moq"], "quantize_bits": bits, "sensitivity": {"measure": measure}}
+# 3 bits on average from the first steps on, as a measure of sensitivity distributes them; taught.
+BUDGET: dict[str, Any] = {
+    **TAUGHT["moq"],
+    "quantize_bits": {"start_bits": 2, "target_bits": {"mean": 3.0, "choices": [2, 3, 4, 8]}},
+    "sensitivity": {"measure": "divergence"},
+}
 
 
 def without(part: str, name: str) -> Arm:
@@ -215,6 +217,16 @@ HALF_DROPOUT = (ROUNDED, *(replace(taught(bits), dropout=False) for bits in (2, 
 FINISHED_NO_DROPOUT = replace(
     finished(2), name=f"{finished(2).name}, no dropout at all", dropout=False, warm_dropout=False
 )
+
+
+def finished_with(name: str, groups: str = FULL, start: int = 2, **moq: Any) -> Arm:
+    """The same with other options, or with bits that fall from `start` within half of the steps."""
+    options = {**moq, "distillation": {"teacher": LONG_OWN, "labels": 1.0, **moq.get("distillation", {})}}
+    return ramp(
+        start, 2, 0.5, f"{FINISHED_NO_DROPOUT.name}, {name}", options, groups=groups, learning_rate=LONG_OWN,
+        warm=LONG_OWN, warm_times=2, dropout=False, warm_dropout=False,
+    )  # fmt: skip
+
 
 # Float first at the learning rate of float in both halves.
 SLOWER = replace(FINISHED_NO_DROPOUT, name=no_dropout(2).name, warm_times=1)
@@ -276,6 +288,17 @@ PLANS = {
     "searches": Plan((no_dropout(2, SEARCHED_MORE), no_dropout(2, SEARCHED_ONCE)), ("sst2", "cola"), (1, 2, 3)),
     "basic": Plan(tuple(replace(all_steps(bits), dropout=False) for bits in (2, 3, 4)), seeds=(3, 4, 5)),
     "finished": Plan((FINISHED_NO_DROPOUT,), seeds=(3, 4, 5)),
+    # What may still help it: the teacher's relations, a blend over 125 steps, a way down to ternary.
+    "relations": Plan((finished_with("relations", distillation={"relations": 1.0}),), seeds=(3, 4, 5)),
+    "ways down": Plan(
+        (
+            finished_with("blended in", fp16_mixed_quantize={"enabled": True, "quantize_change_ratio": 0.008}),
+            finished_with("ternary", "per channel"),
+            finished_with("ternary by way of 4 and 3", "per channel", start=4),
+        ),
+        ("sst2", "cola"),
+        (3, 4, 5),
+    ),
     # Rates that were ahead without dropout with seed 1.
     "float at 1e-4": Plan((replace(LONG, dropout=False, learning_rate=1e-4),), ("sst2",), (3, 4, 5)),
     "float at 5e-5": Plan((replace(LONG, dropout=False, learning_rate=5e-5),), ("cola", "mrpc"), (3, 4)),
@@ -337,10 +360,7 @@ PLANS = {
         (
             LOW_FLOAT,
             taught(3),
-            *(
-                taught(3, name=f"3 bits on average by {measure}, float first", moq=budget(measure))
-                for measure in ("divergence", "trace")
-            ),
+            taught(3, name="3 bits on average by divergence, float first", moq=BUDGET),
         ),
         bf16=True,
     ),

@@ -220,6 +220,10 @@ def _export(directory: Path, out: Path, source: Path) -> GgufExport:
         blocks = read.fitted(places[name], weights.pop(name), layer, name)
         if not places[name].endswith(_NEVER_IN_BLOCKS):
             parts.setdefault(places[name], []).append(blocks)
+    if not parts:
+        raise MoQError(
+            f"{directory}: llama.cpp keeps {listed(list(layers))} in float, and no other layer is quantized"
+        )
     read.replace(parts)
     with staged(out.resolve()) as staging:
         read.write(staging)

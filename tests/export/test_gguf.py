@@ -180,6 +180,10 @@ def test_position_tables_keep_the_bases_floats(tmp_path: Path) -> None:
     found = export_gguf(folder, tmp_path / "out.gguf", base_of(folder, tmp_path / "base.gguf"))
     assert found.layers["transformer.wte"] == "Q8_0" and found.layers["transformer.wpe"] == "F16"
     assert "left as floats, as llama.cpp needs them: transformer.wpe" in found.table()
+    model = hf.GPT2LMHeadModel(model.config)
+    alone = packed(tmp_path / "alone", model, [32], quantize_embeddings=8, modules_to_not_convert=["wte"])
+    with pytest.raises(MoQError, match=r"keeps transformer.wpe in float, and no other layer is quantized"):
+        export_gguf(alone, tmp_path / "alone.gguf", base_of(alone, tmp_path / "alone.base"))
 
 
 def test_grids_that_do_not_fit_are_one_error_before_anything_is_written(tmp_path: Path, base: Path) -> None:
