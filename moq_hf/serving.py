@@ -16,7 +16,7 @@ from .errors import MoQError, either, shortened
 from .formats.stored import EncodeSpec
 from .formats.table import form_of, has_codes
 from .grid import Format
-from .model.inventory import Inventory, is_convolution
+from .model.inventory import Inventory, grid_of, is_convolution
 from .model.sizes import is_unpacked_while_loading
 from .names import plain_name, pretrained, without_fsdp, without_peft
 from .processes import shape_of
@@ -583,16 +583,18 @@ def _spec(
     inventory: Inventory,
     config: MoQConfig,
     name: str,
+    module: nn.Module,
     kind: Kind,
     shape: tuple[int, int],
     bits: int,
+    parameter: str = "weight",
 ) -> EncodeSpec:
     own = config.of(name)
     return EncodeSpec(
         kind,
         shape,
         own.bits if isinstance(own.bits, int) else bits,
-        own.grid,
+        grid_of(module, own, parameter),
         # A weight that a head shares with a table is stored as a table.
         is_table=name in inventory.tied.values(),
         matrices=() if kind == "experts" else None,
@@ -609,7 +611,7 @@ def _layer_specs(
         if is_convolution(layer):
             kind = "conv"
         shape = matrix_shape(shape_of(layer.weight), kind)
-        specs[name] = _spec(inventory, config, name, kind, shape, bits)
+        specs[name] = _spec(inventory, config, name, layer, kind, shape, bits)
     return specs
 
 
@@ -628,8 +630,7 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
             spec.kind,
             *spec.matrix_shape,
             spec.bits,
-            # Convolutions have no groups.
-            None if spec.kind == "conv" else spec.row_size,
+            spec.row_size,
             spec.grid.symmetric,
             has_codes(form_of(spec, "packed")),
             None if spec.inputs is None else rounded,
@@ -649,7 +650,9 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
         for parameter in experts_parameters(module):
             experts, rows, columns = matrix_of(module, parameter)
             whole = f"{name}.{parameter}"
-            spec = _spec(inventory, config, whole, kind, (rows, columns), bits)
+            spec = _spec(
+                inventory, config, whole, module, kind, (rows, columns), bits, parameter
+            )
             weight = planned(spec)
             if whole not in inventory.experts:
                 floats.add(saved(whole))

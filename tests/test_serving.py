@@ -330,12 +330,14 @@ def test_conv1d_is_described_by_its_transpose() -> None:
 def test_convolutions_are_described_by_their_matrices_as_floats() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = hf.ViTForImageClassification(hf.ViTConfig(image_size=16, patch_size=8, **sizes))
-    config = MoQConfig.from_dict(moq(["transformers"], quantize_group_size=32, quantize_convolutions=True))
-    inventory = take_inventory(model, config)
-    name = next(name for name in inventory.layers if name.endswith("projection"))
-    found = serving.describe(inventory, config, 4).weights[name]
-    assert (found.kind, found.rows, found.columns, found.group_size) == ("conv", 32, 192, None)
-    assert found.is_float
+    bits = {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
+    for grid in ({**bits, "quantize_group_size": 32}, {"quantize_format": "mxfp4"}):
+        config = MoQConfig.from_dict({**grid, "serve": ["transformers"], "quantize_convolutions": True})
+        inventory = take_inventory(model, config)
+        name = next(name for name in inventory.layers if name.endswith("projection"))
+        found = serving.describe(inventory, config, 4).weights[name]
+        assert (found.kind, found.rows, found.columns, found.group_size) == ("conv", 32, 192, None)
+        assert found.is_float and found.format == "int"
 
 
 def test_a_head_that_is_a_table_too_is_described_as_a_table() -> None:

@@ -20,8 +20,8 @@ from ..quantizer import RoundingSeed
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import experts_transposed, unpack
 from ..weight_matrix import Kind, parameter_of
-from .inventory import Inventory, is_packed
-from .selection import grid_of, take_inventory
+from .inventory import Inventory, grid_of, is_packed
+from .selection import take_inventory
 
 
 def quantize_model(

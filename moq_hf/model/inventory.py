@@ -1,16 +1,19 @@
 """`Inventory`: the modules of a model, found in one walk over it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ..config import MoQConfig
 from ..errors import MoQError
+from ..grid import Grid, PerChannel, RowBlocks
 from ..names import adapters, is_below, named_modules, unwrapped, without_peft
 from ..processes import shape_of
+from ..quant_experts import matrix_of
 from ..seams.transformers import CHECKPOINTED, is_scaled_table, packed_loader
 
 # The layers whose bits the schedule sets.
@@ -26,6 +29,9 @@ CONVOLUTIONS = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
+# How embedding tables are quantized, whatever the config says of linear layers; those
+# of few bits may have their groups and range.
+_ROWS = Grid(PerChannel(), search="absmax")
 
 # Layers that vLLM and SGLang fuse into one, and what they call it.
 FUSED = {
@@ -334,3 +340,41 @@ def output_heads(model: nn.Module, names: list[str]) -> list[str]:
 def _heads_below(path: str, part: nn.Module, names: list[str]) -> list[str]:
     below = [name.removeprefix(f"{path}.") for name in names if is_below(name, path)]
     return [f"{path}.{head}" for head in output_heads(part, below)]
+
+
+def grid_of(layer: nn.Module, config: MoQConfig, parameter: str = "weight") -> Grid:
+    """How a chosen layer's weight is quantized, or another parameter, which is one of experts.
+
+    An embedding table has one scale per row, from its largest weight; with
+    `quantize_group_size` one of fewer than 8 bits has the groups and the range of linear
+    layers. A convolution has one per
+    channel with `quantize_group_size`, which seldom divides its kernels: a
+    depthwise one of 3 x 3 has rows of 9 weights. Neither has codes that are floats. `quantize_groups` counts the groups
+    of each expert.
+
+    >>> config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantize_group_size": 32})
+    >>> grid_of(nn.Conv2d(3, 4, 3), config).grouping, grid_of(nn.Linear(32, 4), config).grouping
+    (PerChannel(), PerGroup(size=32))
+    """
+    weight: Any = layer._parameters[parameter]
+    grid = config.grid_of(str(weight.dtype).removeprefix("torch."))
+    if isinstance(layer, nn.Embedding):
+        size = grid.grouping.row_size
+        if (
+            size is None
+            or layer.embedding_dim % size
+            or config.embeddings in ("auto", 8)
+        ):
+            return replace(_ROWS, scale_dtype=grid.scale_dtype)
+        return replace(
+            _ROWS,
+            grouping=grid.grouping,
+            full=grid.full,
+            scale_dtype=grid.scale_dtype,
+        )
+    if is_convolution(layer) and config.grouping.row_size is not None:
+        return replace(grid, grouping=PerChannel(), format="int")
+    if parameter != "weight" and isinstance(grid.grouping, RowBlocks):
+        experts, *_ = matrix_of(layer, parameter)
+        return replace(grid, grouping=RowBlocks(grid.grouping.count * experts))
+    return grid

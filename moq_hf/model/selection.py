@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ..config import MoQConfig
 from ..config_fields import given_in, matches
 from ..errors import MOST_FAULTS, MoQError, shortened
-from ..grid import Grid, Grouping, PerChannel, RowBlocks
+from ..grid import Grouping, PerChannel
 from ..inputs import inputs_out_of_reach
 from ..names import adapted_layers, is_below, pretrained
 from ..processes import check_supported, is_partitioned
@@ -35,15 +35,11 @@ from .inventory import (
     LINEARS,
     Inventory,
     Layer,
-    is_convolution,
     is_packed,
     misfit,
     output_heads,
 )
 
-# How embedding tables are quantized, whatever the config says of linear layers; those
-# of few bits may have their groups and range.
-_ROWS = Grid(PerChannel(), search="absmax")
 # Bits of tables where the config says "auto" and they are quantized.
 AUTO_TABLE_BITS = 8
 
@@ -284,44 +280,6 @@ def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Modu
             f"overrides: group_size must be the same for all experts ({', '.join(chosen)}); their bits may differ"
         )
     return chosen
-
-
-def grid_of(layer: nn.Module, config: MoQConfig, parameter: str = "weight") -> Grid:
-    """How a chosen layer's weight is quantized, or another parameter, which is one of experts.
-
-    An embedding table has one scale per row, from its largest weight; with
-    `quantize_group_size` one of fewer than 8 bits has the groups and the range of linear
-    layers. A convolution has one per
-    channel with `quantize_group_size`, which seldom divides its kernels: a
-    depthwise one of 3 x 3 has rows of 9 weights. Neither has codes that are floats. `quantize_groups` counts the groups
-    of each expert.
-
-    >>> config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantize_group_size": 32})
-    >>> grid_of(nn.Conv2d(3, 4, 3), config).grouping, grid_of(nn.Linear(32, 4), config).grouping
-    (PerChannel(), PerGroup(size=32))
-    """
-    weight: Any = layer._parameters[parameter]
-    grid = config.grid_of(str(weight.dtype).removeprefix("torch."))
-    if isinstance(layer, nn.Embedding):
-        size = grid.grouping.row_size
-        if (
-            size is None
-            or layer.embedding_dim % size
-            or config.embeddings in ("auto", 8)
-        ):
-            return replace(_ROWS, scale_dtype=grid.scale_dtype)
-        return replace(
-            _ROWS,
-            grouping=grid.grouping,
-            full=grid.full,
-            scale_dtype=grid.scale_dtype,
-        )
-    if is_convolution(layer) and config.grouping.row_size is not None:
-        return replace(grid, grouping=PerChannel(), format="int")
-    if parameter != "weight" and isinstance(grid.grouping, RowBlocks):
-        experts, *_ = matrix_of(layer, parameter)
-        return replace(grid, grouping=RowBlocks(grid.grouping.count * experts))
-    return grid
 
 
 def select_tied(
