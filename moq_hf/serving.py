@@ -451,6 +451,8 @@ def _faults(
     if size and (size % server.multiple or size not in (server.groups or [size])):
         groups = either(server.groups) or f"a multiple of {server.multiple}"
         instead = f"quantize_group_size {groups}, or per channel, is served"
+        if weight.kind == "embedding":
+            instead = "quantize_embeddings 8 is served"
         yield f"its groups are {groups}", size, instead
     # llama.cpp's blocks of NVFP4 are of four groups.
     four_groups = server.repacks and weight.format == "nvfp4"
@@ -665,8 +667,9 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
                 weights[saved(whole)] = weight
     for name, embedding in inventory.embeddings.items():
         rows, columns = shape_of(embedding.weight)
+        size = grid_of(embedding, config.of(name)).grouping.row_size
         weights[saved(name)] = Weight(
-            "embedding", rows, columns, inventory.table_bits or 0
+            "embedding", rows, columns, inventory.table_bits or 0, size
         )
     for name, owner in inventory.tied.items():
         # A weight that a head shares with a table is stored as a table.

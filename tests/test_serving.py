@@ -340,6 +340,14 @@ def test_convolutions_are_described_by_their_matrices_as_floats() -> None:
         assert found.is_float and found.format == "int"
 
 
+def test_the_groups_of_a_table_are_those_of_its_grid() -> None:
+    config = {"quantize_format": "nvfp4", "quantize_embeddings": 2, "serve": ["llama.cpp"]}
+    words = r"a multiple of 32, not 16 \(model.embed_tokens\); quantize_embeddings 8 is served"
+    with pytest.raises(MoQError, match=words):
+        quantize_model(llama(), config)
+    quantize_model(llama(), {**config, "quantize_embeddings": 8})
+
+
 def test_a_head_that_is_a_table_too_is_described_as_a_table() -> None:
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, tie_word_embeddings=True))
     config = moq(["vllm"], quantize_heads=True)
