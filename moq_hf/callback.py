@@ -52,6 +52,7 @@ from .seams.transformers import (
 from .training import messages
 from .training.checkpoints import (
     STATE_FILE,
+    best_step,
     checksums,
     complete_checkpoint,
     forget_best,
@@ -639,11 +640,13 @@ class MoQCallback(TrainerCallback, ExportableState):
                     "moq_hf: moq-hf report will not find this run: %s", one_line(error)
                 )
         if state.is_world_process_zero:
-            self._close(controller, state)
+            self._close(controller, state, best_step(args, state))
         if self.trainer is None and args.should_save:
             tell_of_saves(self._host, self._tell_of_floats)
 
-    def _close(self, controller: MoQController, state: TrainerState) -> None:
+    def _close(
+        self, controller: MoQController, state: TrainerState, best: int | None
+    ) -> None:
         """Say what has become of the run."""
         text = "moq_hf:"
         if controller.has_arrived and self.plan is not None:
@@ -653,8 +656,8 @@ class MoQCallback(TrainerCallback, ExportableState):
                 for switch in block.switches[-1:]
             ] or [0]
             text += f" {messages.arrival(self.bits, controller.history, planned)}"
-        if state.best_global_step:
-            text += f" Best checkpoint: step {state.best_global_step:,}."
+        if best:
+            text += f" Best checkpoint: step {best:,}."
         done = self.delivered
         if done is None:
             text += " Nothing is delivered."
@@ -732,10 +735,12 @@ def options_of(trainer: Trainer, controller: MoQController | None) -> SaveOption
         controller: Of the model; None where no callback trains it.
     """
     tokenizer = getattr(trainer.data_collator, "tokenizer", None)
+    state = trainer.state
     return SaveOptions(
         processing_class=trainer.processing_class or tokenizer,
         controller=controller,
-        metrics=getattr(trainer, "final_metrics", None) or last_metrics(trainer.state),
+        metrics=getattr(trainer, "final_metrics", None)
+        or last_metrics(state.log_history, best_step(trainer.args, state)),
         float_metrics=getattr(trainer, "float_metrics", None),
     )
 

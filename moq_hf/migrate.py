@@ -35,7 +35,10 @@ def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
     >>> migrate({"quantize_training": block}, 345)["quantize_schedule"]
     {'quantize_period': 'auto', 'schedule_offset': 0}
     """
-    if not DEEPSPEED_KEYS.union(["quantize_training"]).intersection(document):
+    is_object = isinstance(document, Mapping)
+    if is_object and not DEEPSPEED_KEYS.union(["quantize_training"]).intersection(
+        document
+    ):
         document = {"quantize_training": document}
     config = MoQConfig.from_dict(document)
     if not config.enabled:
@@ -78,7 +81,6 @@ def _candidates(config: MoQConfig, max_steps: int) -> Iterator[MoQConfig]:
 
 def _fits(config: MoQConfig, max_steps: int) -> bool:
     try:
-        made = plan(config, max_steps)
+        return plan(config, max_steps).reached
     except MoQError:
         return False
-    return made.reached

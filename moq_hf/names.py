@@ -84,7 +84,7 @@ def without_peft(model: nn.Module) -> nn.Module:
 
 def pretrained(model: nn.Module) -> nn.Module:
     """The model of transformers in PEFT's wrapper, or in a model of Sentence Transformers; any other model as it is."""
-    inner = without_peft(model)
+    inner = without_peft(uncompiled(model))
     return body_of(inner) or inner
 
 

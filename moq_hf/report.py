@@ -28,7 +28,7 @@ from .packed.verify import Verification, recorded
 from .schedule import FLOAT_BITS, begins_in_float
 from .text import float_after, megabytes, metric_rows, metrics_in, table
 from .training.budget import Choice
-from .training.checkpoints import STATE_FILE, checkpoints, entry_of_moq
+from .training.checkpoints import STATE_FILE, checkpoints, entry_of_moq, last_metrics
 from .training.float_first import FOLDER, METRICS
 from .training.resume import saved_state
 
@@ -152,6 +152,7 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         if any(name.startswith("float_eval_") for name in line)
     )
     places = (directory / "quantized", directory)
+    delivered = next((path for path in places if (path / STATE_NAME).is_file()), None)
     float_folder = directory / FOLDER
     return Run(
         directory,
@@ -159,11 +160,11 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         state.global_step,
         log,
         saved["float_size_mb"],
-        _metrics(directory, state),
+        _metrics(directory, state, delivered),
         _metrics(float_folder, _read_state(float_folder)),
         next(phases, None),
         saved["choice"],
-        next((path for path in places if (path / STATE_NAME).is_file()), None),
+        delivered,
     )
 
 
@@ -182,23 +183,24 @@ def _read_state(directory: Path) -> _State | None:
     return None
 
 
-def _metrics(directory: Path, state: _State | None) -> dict[str, float]:
-    """Read the metrics of eval_results.json, or those of the last evaluation in the log.
+def _metrics(
+    directory: Path, state: _State | None, delivered: Path | None = None
+) -> dict[str, float]:
+    """Read the metrics of eval_results.json, or of the delivered model, or of the last evaluation in the log.
 
     Raises:
-        MoQError: The file is damaged.
+        MoQError: A file is damaged.
     """
     path = directory / METRICS
-    lines: list[Mapping[str, Any]] = []
+    found: Mapping[str, Any] = {}
     if path.is_file():
-        lines.append(read_json(path))
-    elif state is not None:
-        lines += state.log_history
-    found: dict[str, Any] = {}
-    for line in lines:
-        evaluated = {k: value for k, value in line.items() if k.startswith("eval_")}
-        found = evaluated or found
-    return metrics_in(found)
+        found = read_json(path)
+    elif delivered is not None:
+        found = recorded(delivered).state["metrics"]
+    if not found and state is not None:
+        found = last_metrics(state.log_history)
+    evaluated = {k: value for k, value in found.items() if k.startswith("eval_")}
+    return metrics_in(evaluated)
 
 
 def write_report(

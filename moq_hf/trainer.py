@@ -32,6 +32,7 @@ from .seams.transformers import (
 )
 from .training.checkpoints import (
     STATE_FILE,
+    best_step,
     check_whole,
     last_checkpoint,
     last_metrics,
@@ -557,7 +558,8 @@ class MoQTrainer(Trainer):
             super().create_model_card(*args, **kwargs)
         if not self.is_world_process_zero():
             return
-        metrics = self.final_metrics or last_metrics(self.state)
+        best = best_step(self.args, self.state)
+        metrics = self.final_metrics or last_metrics(self.state.log_history, best)
         for folder in folders:
             record_metrics(folder, metrics, self.float_metrics)
             write_run_card(folder, self, *args, **kwargs)

@@ -87,7 +87,7 @@ def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
     """
     check_choice("task", task, (None, *GLUE))
     with explained(f"cannot read {path}"):
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     rows: list[tuple[tuple[str, ...], Any]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

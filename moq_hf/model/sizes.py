@@ -52,7 +52,9 @@ class _Weight(NamedTuple):
             return self.numbers * self.full
         own: int = getattr(form, "WIDTH", spec.bits)
         bits = width or own
-        of_scale = self.full if spec.format == "int" else 8
+        of_scale = 8 * spec.scale_dtype.itemsize if spec.format == "int" else 8
+        if not spec.grid.symmetric:
+            of_scale += 8  # A zero point.
         return self.numbers * bits + self.scales * of_scale
 
 

@@ -29,7 +29,19 @@ WEIGHTS = re.compile(
     r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
 )
 # The files of a tokenizer or processor, and others that end like them.
-_TOKENIZER = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe")
+_TOKENIZER = (
+    ".bpe",
+    ".codes",
+    ".jinja",
+    ".json",
+    ".model",
+    ".spm",
+    ".tiktoken",
+    ".tokenizer",
+    ".txt",
+)
+# Folders of chat templates, and of the modules of Sentence Transformers.
+_BESIDE = re.compile(r"additional_chat_templates|[1-9]_\w+")
 _OTHERS = re.compile(
     rf"{CONFIGS.pattern}|.*\.index\.json|(trainer|moq)_state\.json|(generation|adapter)_config\.json"
 )
@@ -115,7 +127,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
     return [
         path
         for path in sorted(folder.iterdir())
-        if path.name == "additional_chat_templates"
+        if _BESIDE.fullmatch(path.name)
         or (path.suffix in _TOKENIZER and not _OTHERS.fullmatch(path.name))
     ]
 

@@ -19,6 +19,7 @@ from ..errors import MoQError, explained, read_json
 from ..formats.table import Layout
 from ..names import plain_name
 from ..seams.engines import FSDP_MODEL
+from ..seams.sentence_transformers import loads_as
 from ..seams.transformers import never_saved, original_format, tied_parameters
 from ..training.checkpoints import STATE_FILE, fault_of, last_metrics, state_of_run
 from ..training.controller import MoQController
@@ -73,6 +74,10 @@ def pack_checkpoint(
     fault = fault_of(folder)
     if fault is not None:
         raise MoQError(f"cannot pack {folder}: it is not a whole checkpoint ({fault})")
+    if loads_as(folder) is not None:
+        raise MoQError(
+            f"cannot pack {folder}: it is of Sentence Transformers; resume the run from it, whose end delivers"
+        )
     state = state_of_run(folder)
     if not has_begun(state):
         raise MoQError(
@@ -95,7 +100,7 @@ def pack_checkpoint(
         options = SaveOptions(
             processing_class=tokenizer,
             controller=controller,
-            metrics=last_metrics(log),
+            metrics=last_metrics(log.log_history),
             float_metrics=_float_metrics(folder),
             state_dict=weights.renamed(names, bar.update),
         )

@@ -26,7 +26,7 @@ from ..lora import is_merged
 from ..model.convert import dequantize_model, quantized_layers
 from ..model.inventory import is_packed
 from ..model.sizes import covered
-from ..names import adapters, pretrained, uncompiled
+from ..names import adapters, pretrained
 from ..quantizer import Quantized, dequantize
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import (
@@ -294,7 +294,7 @@ def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, 
     if state["names"] is None:
         return tensors
     # Layers have their own names here, and so have weights that would be taken apart.
-    return tensors | original_format(pretrained(uncompiled(model)), tensors)
+    return tensors | original_format(pretrained(model), tensors)
 
 
 class _Contents:
@@ -415,7 +415,7 @@ def _check_all_compared(
     Raises:
         MoQError: They lack some; names them.
     """
-    base = pretrained(uncompiled(model))
+    base = pretrained(model)
     made = tied_parameters(base).keys() | never_saved(base)
     # A tensor may be there under several names, or in parts.
     stored = {expected[name].untyped_storage().data_ptr() for name in compared}

@@ -7,14 +7,14 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import TrainerState
+from transformers import TrainerState, TrainingArguments
 
 from ..errors import MoQError, read_json
 from ..names import without_fsdp, without_peft
@@ -245,20 +245,23 @@ def forget_best(state: TrainerState) -> None:
     state.best_model_checkpoint = None
 
 
-def last_metrics(state: TrainerState) -> dict[str, Any]:
-    """The last evaluation in the log, of all its data sets; that of the best checkpoint, if one was chosen."""
-    logs = [
-        log
-        for log in state.log_history
-        if any(name.startswith("eval_") for name in log)
-    ]
-    steps = [log["step"] for log in logs]
-    wanted = [step for step in steps if step == state.best_global_step] or steps
+def best_step(args: TrainingArguments, state: TrainerState) -> int | None:
+    """The step of the checkpoint that the Trainer loads at the end; None if it keeps the last model."""
+    return state.best_global_step if args.load_best_model_at_end else None
+
+
+def last_metrics(
+    log: Iterable[Mapping[str, Any]], best: int | None = None
+) -> dict[str, Any]:
+    """The last evaluation in a log, or that of the step `best` if it has one; of all its data sets."""
+    logs = [line for line in log if any(name.startswith("eval_") for name in line)]
+    steps = [line["step"] for line in logs]
+    wanted = best if best in steps else max(steps, default=None)
     return {
         name: value
-        for log in logs
-        if log["step"] == wanted[-1]
-        for name, value in log.items()
+        for line in logs
+        if line["step"] == wanted
+        for name, value in line.items()
     }
 
 

@@ -184,13 +184,13 @@ def test_the_card_tells_metrics_sizes_bits_and_how_to_load(tmp_path: Path) -> No
     assert recorded["float_metrics"]["eval_accuracy"] == 0.8
 
 
-def test_the_metrics_are_those_of_the_last_evaluation(tmp_path: Path) -> None:
-    trainer = moq(tmp_path)
-    assert last_metrics(trainer.state) == {}
-    trainer.state.log_history = [{"loss": 1.0, "step": 1}, {"eval_a": 1.0, "step": 2}, {"eval_a": 2.0, "step": 4}]
-    assert last_metrics(trainer.state)["eval_a"] == 2.0
+def test_the_metrics_are_those_of_the_last_evaluation_or_of_the_best_model() -> None:
+    log: list[dict[str, Any]] = [{"loss": 1.0, "step": 1}]
+    assert last_metrics(log) == {}
+    log += [{"eval_a": 1.0, "step": 2}, {"eval_a": 2.0, "step": 4}]
+    assert last_metrics(log)["eval_a"] == 2.0
     # The Trainer logs each of several data sets by itself.
-    trainer.state.log_history.append({"eval_b": 3.0, "step": 4})
-    assert last_metrics(trainer.state) == {"eval_a": 2.0, "eval_b": 3.0, "step": 4}
-    trainer.state.best_global_step = 2
-    assert last_metrics(trainer.state) == {"eval_a": 1.0, "step": 2}
+    log.append({"eval_b": 3.0, "step": 4})
+    assert last_metrics(log) == {"eval_a": 2.0, "eval_b": 3.0, "step": 4}
+    assert last_metrics(log, 2) == {"eval_a": 1.0, "step": 2}
+    assert last_metrics(log, 1) == last_metrics(log, None) == last_metrics(log)
