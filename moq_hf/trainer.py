@@ -20,6 +20,7 @@ from .config import MoQConfig
 from .config_fields import DistillationConfig
 from .errors import MoQError
 from .model.convert import is_quantized, quant_layers
+from .model.inventory import is_packed
 from .packed.card import write_run_card
 from .packed.state import STATE_NAME, record_metrics
 from .processes import is_apart
@@ -71,7 +72,7 @@ class MoQTrainer(Trainer):
     Args:
         *args: What `Trainer` takes.
         moq_config: A preset's name, the path of a JSON file, a mapping or a
-            `MoQConfig`; None trains in float.
+            `MoQConfig`; None leaves the model as it is.
         teacher: A float model for distillation, instead of `distillation.teacher` in
             the config.
         teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`:
@@ -147,6 +148,7 @@ class MoQTrainer(Trainer):
         self.float_metrics: Mapping[str, Any] | None = None
         self.teacher_fingerprint: int | None = None
         self._loss_checked = self._loss_called = self._rates_restart = False
+        self._is_unfollowed = False
         self._saving_checkpoint = False
         # What was switched off in the student, to be switched on again.
         self._dropped: list[tuple[nn.Module, str, float]] = []
@@ -186,6 +188,14 @@ class MoQTrainer(Trainer):
                 "the MoQCallback of this MoQTrainer was removed: its model would train on at the bits that it has now, "
                 "and nothing would be delivered; leave the callback in, or train a float model in another Trainer"
             )
+        is_stuck = is_packed(self._student)
+        if self.moq is None and (is_stuck or is_quantized(self._student)):
+            logger.warning(
+                "moq_hf: without moq_config %s: call moq_hf.dequantize_model(model) first to train in float",
+                "the quantized weights of a packed checkpoint do not train"
+                if is_stuck
+                else "the model trains at the bits that it has",
+            )
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -214,12 +224,12 @@ class MoQTrainer(Trainer):
             self._check_loss_scale(model, inputs, num_items_in_batch)
         moq = self._live_moq()
         if moq is not None:
-            moq.observe(inputs)
+            moq.observe(prepared_inputs(self, inputs))
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not self._loss_called and (
             self._teacher is not None or self.float_phase is not None
         ):
-            self._loss_called = True
+            self._loss_called = self._is_unfollowed = True
             logger.warning(
                 "moq_hf: compute_loss of %s does not call that of MoQTrainer, which follows the teacher: it is not "
                 "followed; call super().compute_loss",
@@ -352,9 +362,10 @@ class MoQTrainer(Trainer):
         if self._teacher is None:
             return
         config = cast(MoQCallback, self.moq).config.distillation
-        self._tell(
-            f"{text} the loss is {loss_in_words(config)}{self._switch_off_dropout()}"
-        )
+        loss = loss_in_words(config)
+        if self._is_unfollowed:
+            loss = "that of compute_loss alone"
+        self._tell(f"{text} the loss is {loss}{self._switch_off_dropout()}")
 
     def _switch_off_dropout(self) -> str:
         """Switch it off unless the config keeps it; returns what a message adds about that if the model has any."""
@@ -379,7 +390,7 @@ class MoQTrainer(Trainer):
 
     def mean_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """The scalar mean loss over one batch by itself, by `compute_loss`; sensitivity is measured on it."""
-        prepared = prepared_inputs(self, inputs)
+        prepared = dict(inputs)
         count = self._count_of(prepared)
         return cast(
             Tensor, self.compute_loss(model, prepared, num_items_in_batch=count)
@@ -390,7 +401,12 @@ class MoQTrainer(Trainer):
         labels = inputs.get("labels")
         if self.compute_loss_func is None or not isinstance(labels, Tensor):
             return None
-        return labels.ne(-100).sum()
+        count: Tensor = labels.ne(-100).sum()
+        if not self.args.average_tokens_across_devices:
+            return count
+        # The Trainer multiplies the loss with this, as if the count were that of all.
+        processes: int = self.accelerator.num_processes // self.get_tp_size()
+        return count * (processes if self.args.n_gpu <= 1 else self.args.n_gpu)
 
     def compute_loss(
         self,

@@ -86,11 +86,16 @@ def test_a_plan_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         (["plan", "none.json", "--max_steps", "9"], "^error: cannot read the MoQ config none.json"),
         (["plan", "w9", "--max_steps", "9"], "^error: .*the presets are"),
         (["migrate", "nowhere.json", "--max_steps", "9"], "^error: nowhere.json does not exist"),
+        (["migrate", "LIST", "--max_steps", "9"], r'must be an object of keys, got \[{"a": 1}\]'),
         (["inspect", "nowhere"], "^error: nowhere is not a directory"),
         (["report", "none"], "^error: none is not a folder"),
     ],
 )
-def test_errors_name_what_to_type(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_what_to_type(
+    words: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "list.json").write_text('[{"a": 1}]')
+    words = [str(tmp_path / "list.json") if word == "LIST" else word for word in words]
     try:
         code: Any = cli.main(words)
     except SystemExit as exit:

@@ -139,7 +139,13 @@ class Inventory:
 
     def is_added(self, name: str) -> bool:
         """Whether a name is that of one of PEFT's adapters, or of something in it."""
-        return is_below(name, *self.adapters)
+        while name and name not in self._added:
+            name = name.rpartition(".")[0]
+        return bool(name)
+
+    @cached_property
+    def _added(self) -> frozenset[str]:
+        return frozenset(self.adapters)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter under all its names, in model order, like `named_parameters(remove_duplicate=False)`."""

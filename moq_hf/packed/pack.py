@@ -159,7 +159,12 @@ def model_class(config: PreTrainedConfig) -> Any:
     Raises:
         MoQError: It names none.
     """
-    names = config.architectures or [""]
+    names = config.architectures
+    if not names:
+        raise MoQError(
+            f"{CONFIG} names no architectures: add the model's class, as in "
+            '"architectures": ["BertForSequenceClassification"]'
+        )
     name = str(names[0] if isinstance(names, list) else names)
     cls = getattr(transformers, name, None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):

@@ -573,9 +573,11 @@ class _Saving:
             logger.info("%s is not moq_hf's: it stays", path)
             return
         try:
-            if self.options.run is not None:
+            run = self.options.run
+            # The stock card reads the config of the Trainer's model.
+            if run is not None and hasattr(run.model, "config"):
                 # Of a license that is not given the Hub would be asked.
-                write_run_card(self.target, self.options.run, license="", found=saved)
+                write_run_card(self.target, run, license="", found=saved)
             else:
                 config = getattr(self.model, "config", None)
                 base = hub_id(getattr(config, "name_or_path", None))

@@ -1,5 +1,6 @@
 """`MoQController`: holds all mutable state of a run, sets the bits by the schedule, saves and restores itself."""
 
+import copy
 import json
 import logging
 import zlib
@@ -96,6 +97,7 @@ class MoQController:
         self.blocks = split_blocks(inventory.blocks(fixed, entries), config) | units
         configs = {name: configs[layers[0]] for name, layers in self.blocks.items()}
         self.schedule = PrecisionSchedule(config, self.blocks, total_steps, configs)
+        self._begun = copy.deepcopy(self.schedule)
         self.history: list[Switch] = []
         self.choice: Choice | None = None
         self.layers, self.embeddings = prepare_model(self.inventory, self.config)
@@ -336,6 +338,8 @@ class MoQController:
         with explained("the checkpoint's MoQ state is damaged"):
             # Keys that the saved config lacks had their defaults.
             changed = changes(MoQConfig.from_dict(state["config"]), self.config)
+            # The best checkpoint is loaded after all steps.
+            self.schedule = copy.deepcopy(self._begun)
             load_schedule(self.schedule, state, changed)
             self.history = [Switch(*switch) for switch in state["history"]]
             self.choice = None if self.config.budget is None else state["choice"]
@@ -348,8 +352,9 @@ class MoQController:
                 if any(k.startswith(("eigenvalue.", "sensitivity.")) for k in changed):
                     measured["rows"] = 0
                 self.sensitivity.load_state_dict(measured)
-            self.refresh()
-            return changed
+        # Outside, since a lack of memory is no damage.
+        self.refresh()
+        return changed
 
     def summary(self) -> str:
         """One line on what is quantized and what is not, with the reason where the config does not say it."""

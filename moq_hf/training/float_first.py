@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +13,8 @@ from transformers import PreTrainedModel, Trainer
 
 from ..config import MoQConfig
 from ..errors import MoQError, one_line, read_json
-from ..seams.transformers import checkpoint_folder
+from ..seams.transformers import callbacks_of, checkpoint_folder
+from ..text import metrics_in
 from .distillation import load_teacher
 
 logger = logging.getLogger(__name__)
@@ -238,23 +238,14 @@ def _check_class(model: PreTrainedModel) -> None:
 
 def _evaluated(trainer: Trainer) -> dict[str, float]:
     """The metrics of `Trainer.evaluate`, under its names, without its events, which belong to the quantized model."""
-    data = trainer.eval_dataset
-    if data is None:
+    if trainer.eval_dataset is None:
         return {}
-    # Without metrics the logits are not needed, and may not fit into memory.
-    loss_only = True if trainer.compute_metrics is None else None
-    metrics: dict[str, float] = {}
-    for name, part in data.items() if isinstance(data, Mapping) else [("", data)]:
-        loader = trainer.get_eval_dataloader(part)
-        prefix = f"eval_{name}".rstrip("_")
-        metrics |= (
-            trainer.evaluation_loop(
-                loader, "Evaluation", loss_only, metric_key_prefix=prefix
-            ).metrics
-            or {}
-        )
-    return {
-        name: value
-        for name, value in metrics.items()
-        if not isinstance(value, float) or math.isfinite(value)
-    }
+    callbacks, history = callbacks_of(trainer), trainer.state.log_history
+    held, callbacks[:] = callbacks[:], []
+    trainer.state.log_history = []
+    try:
+        metrics = trainer.evaluate()
+    finally:
+        callbacks[:] = held
+        trainer.state.log_history = history
+    return {f"eval_{name}": value for name, value in metrics_in(metrics).items()}

@@ -106,9 +106,14 @@ def _round(
         moment.addmm_(inputs.t(), inputs)
         raise _Arrived
 
+    def arrived(*_: Any) -> None:
+        raise _Arrived
+
     with (
         pretrained(model).register_forward_pre_hook(note_mask, with_kwargs=True),
         layer.register_forward_pre_hook(add),
+        # Where the layer is not called, the pass ends before the loss.
+        model.register_forward_hook(arrived),
     ):
         for batch in batches:
             with contextlib.suppress(_Arrived):

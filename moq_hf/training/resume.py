@@ -134,10 +134,11 @@ def ratios_in_letters(ratio: Tensor) -> str:
     >>> ratios_in_letters(torch.tensor([[1.0], [0.95], [0.2]]))
     'ABQ'
     """
-    letters = list(_LETTERS)
     known = torch.tensor(list(_LETTERS.values()), device="cpu")
-    distances = ratio.flatten().cpu()[:, None] - known
-    return "".join(letters[index] for index in distances.abs().argmin(1).tolist())
+    order = known.argsort()
+    # The next one above is the ratio itself.
+    index = torch.bucketize(ratio.flatten().cpu() - 1e-3, known[order])
+    return (order[index] + ord("A")).byte().numpy().tobytes().decode()
 
 
 def ratios_of_letters(name: str, text: str, shape: tuple[int, int]) -> Tensor:

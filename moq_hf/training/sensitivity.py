@@ -17,7 +17,7 @@ from ..names import is_below
 from ..processes import largest_over_ranks, mean_over_ranks
 from ..schedule import PrecisionSchedule
 from .measures import MEASURES, Costs, finite_costs
-from .samples import Batch, Samples, part_of, rows_of, with_tensors
+from .samples import Batch, Samples, rows_of, with_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Sensitivity:
         if self._checked or not self.samples.batches(1):
             return
         self._checked = True
-        self.measure.check(part_of(self._batches(1)[0][0], 0, 2))
+        self.measure.check(self._batches(1)[0][0])
 
     def update(self, schedule: PrecisionSchedule) -> None:
         """Measure, or keep the last values if the budget of time is spent, and log which.

@@ -50,6 +50,16 @@ def test_conv1d_unpacked_while_loading(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
+def test_all_files_of_a_tokenizer_and_of_pooling_go_with_the_weights(packed: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(packed, tmp_path / "packed")
+    beside = {"bpe.codes", "source.spm", "prophetnet.tokenizer", "1_Pooling/config.json"}
+    (folder / "1_Pooling").mkdir()
+    for name in beside:
+        (folder / name).write_text("{}")
+    made = export_floats(folder, tmp_path / "out")
+    assert beside < {path.relative_to(made).as_posix() for path in Path(made).rglob("*")}
+
+
 def test_a_buffer_of_a_table_is_no_weight(tmp_path: Path) -> None:
     """compressed-tensors makes a parameter of it, which llama.cpp's converter does not know."""
     config = hf.Gemma3TextConfig(

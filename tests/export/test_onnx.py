@@ -371,6 +371,13 @@ def test_wrong_data(text: str, says: str, tmp_path: Path) -> None:
         read_data(tmp_path / "rows.jsonl")
 
 
+def test_a_text_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path) -> None:
+    texts = ["one\u2028two", "three\x85four"]
+    lines = [json.dumps({"text": text, "label": 0}, ensure_ascii=False) for text in texts]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert [text for (text,) in read_data(tmp_path / "rows.jsonl").texts] == texts
+
+
 def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(MoQError, match="task must be one of"):
         read_data(VALIDATION, "sst3")

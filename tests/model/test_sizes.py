@@ -11,7 +11,7 @@ import transformers as hf
 from tiny_runs import over_the_model, stock, trained
 from torch import nn
 
-from moq_hf import MoQConfig, save_quantized, verify_quantized
+from moq_hf import MoQConfig, quantize_model, save_quantized, verify_quantized
 from moq_hf.model.sizes import in_words
 from moq_hf.packed.card import write_card
 from moq_hf.training.controller import MoQController
@@ -170,6 +170,19 @@ def test_a_folder_tells_what_the_controller_told(make: Any, tmp_path: Path) -> N
     line = f"quantized: {controller.sizes.coverage}; mean {controller.sizes.mean_bits:.2f} bits over the whole model"
     assert found.table().splitlines()[-1] == line
     assert controller.sizes.coverage in write_card(tmp_path / "packed").read_text()
+
+
+@pytest.mark.parametrize("case", ["float32", "bfloat16", "float16 scales"])
+def test_scales_count_as_they_are_stored(case: str, tmp_path: Path) -> None:
+    shape = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 2}
+    model = hf.BertModel(hf.BertConfig(vocab_size=99, num_hidden_layers=1, **shape))
+    model = model.bfloat16() if case == "bfloat16" else model
+    grid = {"scale_dtype": "float16"} if case == "float16 scales" else {}
+    config = {"quantize_bits": {"target_bits": 4}, "quantize_group_size": 32, "quantize_algo": grid}
+    quantize_model(model, config)
+    told = verify_quantized(save_quantized(model, tmp_path / "packed"))
+    controller = MoQController(model, MoQConfig.from_dict(config), total_steps=9)
+    assert controller.sizes.mb == pytest.approx(told.file_bytes / 1e6, rel=0.02)
 
 
 def test_layers_that_are_float_still_count_as_float_in_a_folder(

@@ -113,8 +113,10 @@ def test_parts_of_a_model_may_have_attention_of_their_own(tmp_path: Path) -> Non
 
 
 def test_a_compiled_model_is_proven_on_the_data(tmp_path: Path) -> None:
-    train(bert(), tmp_path, torch_compile=True, torch_compile_backend="eager")
+    model = bert()
+    train(model, tmp_path, torch_compile=True, torch_compile_backend="eager")
     assert state_of(tmp_path / "quantized")["proof"]["agrees"] is True
+    verify_quantized(tmp_path / "quantized", torch.compile(model, backend="eager"))
     torch._dynamo.reset()
 
 

@@ -27,6 +27,7 @@ from moq_hf import MoQCallback, MoQError, MoQTrainer, cli, quantize_model, save_
 from moq_hf.packed import checkpoint_weights
 from moq_hf.packed.checkpoint_weights import distributed_weights, zero_folder, zero_weights
 from moq_hf.packed.pack import pack_checkpoint
+from moq_hf.report import read_run
 from moq_hf.training.checkpoints import checksums, last_checkpoint
 
 AT = 8
@@ -283,6 +284,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         without("config.json"),
         "config.json is missing: copy the model's, and its tokenizer, into the checkpoint",
     ),
+    "no class": (edited("config.json", lambda c: c.pop("architectures")), "names no architectures: add the model's"),
     "own class": (edited("config.json", lambda c: c.update(architectures=["Mine"])), "'Mine' is not a class"),
     "broken config": (replaced("config.json", "{"), "the config of"),
     "other sizes": (edited("config.json", lambda c: c.update(hidden_size=32)), "size mismatch for "),
@@ -400,6 +402,30 @@ def test_before_the_offset(tmp_path: Path) -> None:
     trainer.train()
     assert cli.main(["pack", str(tmp_path / "run" / f"checkpoint-{AT}"), str(tmp_path / "out")]) == 2
     assert cli.main(["pack", str(tmp_path / "run" / "checkpoint-12"), str(tmp_path / "out")]) == 0
+
+
+def test_the_metrics_are_those_of_its_own_step(tmp_path: Path) -> None:
+    scores = iter((0.9, 0.3, 0.9, 0.3))
+    at_once = {"quantize_bits": {"target_bits": 4}}
+    for load, best in ((False, 4), (True, 2)):
+        folder = tmp_path / str(load)
+        settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        chosen = {"metric_for_best_model": "score", "load_best_model_at_end": load}
+        trainer = tiny_runs.stock(folder, at_once, max_steps=4, **settings, **chosen)
+        trainer.compute_metrics = lambda prediction: {"score": next(scores)}
+        trainer.train()
+        trainer.save_state()
+        assert trainer.state.best_global_step == 2
+        pack_checkpoint(folder / "checkpoint-4", folder / "out")
+        for made, step in ((folder / "quantized", best), (folder / "out", 4)):
+            assert verify_quantized(made).state["metrics"]["step"] == step
+        assert read_run(folder).quantized["score"] == {2: 0.9, 4: 0.3}[best]
+
+
+def test_a_checkpoint_of_sentence_transformers_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "config_sentence_transformers.json").write_text('{"model_type": "SentenceTransformer"}')
+    with pytest.raises(MoQError, match="it is of Sentence Transformers; resume the run from it"):
+        pack_checkpoint(checkpoint, tmp_path / "out")
 
 
 def test_the_float_metrics_of_a_run_that_was_float_first(tmp_path: Path) -> None:

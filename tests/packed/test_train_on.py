@@ -10,7 +10,7 @@ import transformers as hf
 from tiny_runs import CONFIG, arguments, assert_same, callback_of, new_model, rows, trained, weights
 from torch import Tensor
 
-from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, save_quantized
+from moq_hf import MoQCallback, MoQError, MoQTrainer, dequantize_model, quantize_model, save_quantized
 from moq_hf.model.inventory import is_packed
 from moq_hf.packed.pack import pack_checkpoint
 
@@ -51,6 +51,22 @@ def further(model: Any, folder: Path, config: Any = None) -> hf.Trainer:
     data = [{name: tensor[row] for name, tensor in batch(model).items()} for row in (0, 1) * 4]
     callbacks = [] if config is None else [MoQCallback(config)]
     return trained(hf.Trainer(model, arguments(folder, max_steps=3), train_dataset=data, callbacks=callbacks))
+
+
+def test_without_a_config_a_quantized_model_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = quantize_model(new_model(), W4)
+    save_quantized(model, tmp_path / "packed")
+    packed = hf.BertForSequenceClassification.from_pretrained(tmp_path / "packed")
+    words = {
+        "the model trains at the bits that it has": model,
+        "the quantized weights of a packed checkpoint do not train": packed,
+        "": new_model(),
+    }
+    for text, given in words.items():
+        caplog.clear()
+        trained(MoQTrainer(given, arguments(tmp_path, max_steps=1), train_dataset=rows()))
+        told = [record.message for record in caplog.records if "without moq_config" in record.message]
+        assert len(told) == bool(text) and all(text in message for message in told)
 
 
 @pytest.mark.parametrize("form", FORMS)

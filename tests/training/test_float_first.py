@@ -502,6 +502,34 @@ def test_a_loss_function_gets_the_number_of_labels(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, runs[1][name], rtol=1e-4, atol=1e-5)
 
 
+def test_with_several_processes_a_loss_function_gets_what_the_trainer_multiplies_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+    config = {**CONFIG, "distillation": {"labels": 1.0}}
+    given = {"compute_loss_func": summed, "moq_config": config, "teacher": calm_model()}
+    trainer = MoQTrainer(calm_model(), arguments(tmp_path), train_dataset=rows(8), **given)
+    batch = torch.utils.data.default_collate(rows(4))
+    trainer.model.train()
+    alone = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=4)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    assert trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=8) == alone
+
+
+def test_the_float_model_is_evaluated_as_the_trainer_evaluates(tmp_path: Path) -> None:
+    class Own(MoQTrainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            return {**super().evaluate(*args, **kwargs), "eval_own": 7.0}
+
+    trainer = float_first(tmp_path, kind=Own)
+    trainer.train()
+    assert trainer.float_metrics is not None and trainer.float_metrics["eval_own"] == 7.0
+    assert not [name for name in trainer.float_metrics if "runtime" in name or name == "epoch"]
+    assert [log for log in trainer.state.log_history if "eval_own" in log] == []
+
+
 def test_a_float_model_of_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     other = calm_model()
@@ -545,7 +573,9 @@ def test_each_trial_of_a_search_keeps_its_float_model(tmp_path: Path) -> None:
     assert phase is not None and phase.folder == tmp_path / "run-3" / "float"
 
 
-def test_a_loss_that_leaves_the_teacher_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_that_leaves_the_teacher_out_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Own(MoQTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return model(**inputs).loss
@@ -559,3 +589,5 @@ def test_a_loss_that_leaves_the_teacher_out_is_told(tmp_path: Path, caplog: pyte
         float_first(tmp_path, kind=kind, trainer={"eval_dataset": None}).train()
         told = [record.message for record in caplog.records if "does not call that of MoQTrainer" in record.message]
         assert len(told) == count
+        # What is said of the loss afterwards agrees.
+        assert ("the loss is that of compute_loss alone" in capsys.readouterr().out) == count

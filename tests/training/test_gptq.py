@@ -149,6 +149,19 @@ def test_a_loss_may_take_its_batch_apart(tmp_path: Path) -> None:
     assert callback.delivered is not None and callback.delivered.proof is not None and callback.delivered.proof.agrees
 
 
+def test_a_layer_that_is_not_called_stays_and_no_loss_is_asked_for(tmp_path: Path) -> None:
+    def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+    model = new_model()
+    model.bert.spare = nn.Linear(16, 16)
+    start = model.bert.spare.weight.detach().clone()
+    callback = MoQCallback(**PLAIN, gptq=4)
+    settings = arguments(tmp_path, max_steps=2)
+    trained(Trainer(model, settings, train_dataset=rows(), compute_loss_func=summed, callbacks=[callback]))
+    assert torch.equal(model.bert.spare._parameters["weight"], start)
+
+
 def test_batches_of_texts_count_as_many_examples_as_they_have_texts() -> None:
     batches = [{"prompt": "query: ", "anchor": ["one", "two"], "positive": ["three", "four"]} for _ in range(5)]
     assert len(first_batches(batches, 3)) == 2

@@ -497,6 +497,26 @@ def test_a_changed_schedule_goes_by_the_eigenvalues_that_were_measured(tmp_path:
 # ---- with MoQ and without
 
 
+def test_the_best_checkpoint_may_be_from_before_a_change(tmp_path: Path) -> None:
+    sections = {"quantize_period": 2, "schedule_offset": 0}
+    bits = {"start_bits": 5, "target_bits": 4}
+    settings = {**SAVING, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    scores = iter((5.0, 4.0, 1.0, 2.0, 3.0, 4.0))
+
+    def new(deadline: dict[str, Any], steps: int) -> Trainer:
+        config = {**CONFIG, "quantize_bits": bits, "quantize_schedule": {**sections, **deadline}}
+        trainer = stock(tmp_path, config, max_steps=steps, metric_for_best_model="eval_rank", **settings)
+        trainer.args.greater_is_better = False
+        trainer.compute_metrics = lambda prediction: {"rank": next(scores)}
+        return trainer
+
+    new({}, 4).train()
+    resumed = new({"deadline": 1.0}, 6)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert resumed.state.best_global_step == 3
+    assert verify_quantized(tmp_path / "quantized").state["step"] == 3
+
+
 def test_a_run_that_goes_on_in_float_says_so(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = str(run / "checkpoint-7")
     stock(tmp_path / "off", {**CONFIG, "enabled": False}).train(resume_from_checkpoint=checkpoint)

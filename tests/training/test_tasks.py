@@ -202,7 +202,8 @@ def test_a_body_in_a_module_of_one_s_own(tmp_path: Path, caplog: pytest.LogCaptu
     trainer.train()
     assert left_in_float(model) == ["between", "head"]
     told = "holds floats on the grid, not packed: only models of transformers can be saved packed, got Tower"
-    assert told in caplog.text
+    assert told in caplog.text and "no model card" not in caplog.text
+    assert "## Bits per layer" in (tmp_path / "quantized" / "README.md").read_text(encoding="utf-8")
     delivered = Tower()
     delivered.load_state_dict(load_file(tmp_path / "quantized" / "model.safetensors"))
     batch = {name: tensor for name, tensor in inputs_of(TASK, model.body).items() if name != "token_type_ids"}
