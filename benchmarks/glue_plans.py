@@ -228,6 +228,15 @@ def finished_with(name: str, groups: str = FULL, start: int = 2, **moq: Any) -> 
     )  # fmt: skip
 
 
+# Float first with the teacher's relations too.
+RELATIONS = replace(
+    taught(
+        2, name=f"{no_dropout(2).name}, relations", dropout=False,
+        moq={"distillation": {"teacher": OWN, "labels": 1.0, "relations": 1.0}},
+    ),
+    warm_dropout=False,
+)  # fmt: skip
+
 # Float first at the learning rate of float in both halves.
 SLOWER = replace(FINISHED_NO_DROPOUT, name=no_dropout(2).name, warm_times=1)
 
@@ -290,6 +299,7 @@ PLANS = {
     "finished": Plan((FINISHED_NO_DROPOUT,), seeds=(3, 4, 5)),
     # What may still help it: the teacher's relations, a blend over 125 steps, a way down to ternary.
     "relations": Plan((finished_with("relations", distillation={"relations": 1.0}),), seeds=(3, 4, 5)),
+    "relations, float first": Plan((RELATIONS,), seeds=(1, 2)),
     "ways down": Plan(
         (
             finished_with("blended in", fp16_mixed_quantize={"enabled": True, "quantize_change_ratio": 0.008}),

@@ -218,23 +218,6 @@ def test_what_recipes_say_of_grids() -> None:
     assert f"`scale: absmax` gives {coarse} and {fine} at 4 bits in groups of 128 and 32, which is no" in text
 
 
-def test_what_recipes_say_of_the_float_phase() -> None:
-    text = results_text("recipes")
-    held_out: dict[tuple[str, str], dict[int, float]] = {}
-    for line in report_study.lines():
-        if line.get("held_out"):
-            scores = held_out.setdefault((line["task"], line["arm"]), {})
-            scores[line["seed"]] = report_study.score(line["metrics"])
-    ways = ("basic QAT, float first, float's rate", "basic QAT, three quarters float first", glue_plans.MIDDLE)
-    half, *others = (held_out["cola", way] for way in ways)
-    leads = [sum(way[seed] - half[seed] for seed in half) / len(half) for way in others]
-    told = "led half of them by {:.1f} points, and one run quantized from its middle by {:.1f}."
-    assert len(half) == 2 and told.format(*leads) in text
-    half, *others = (held_out["mrpc", way] for way in ways)
-    (seed,) = half
-    assert f"half led both by {min(half[seed] - way[seed] for way in others):.1f} and more" in text
-
-
 def test_what_recipes_say_of_one_bit() -> None:
     once, by_two = (report_study.Ways(arm.name, dropout=False) for arm in glue_plans.PLANS["one bit"].arms)
     scores = [results_page.on_a_gpu(results_page.ONE, ways, 1) for ways in (by_two, once)]
