@@ -185,6 +185,8 @@ class MoQCallback(TrainerCallback, ExportableState):
                 # The Trainer writes the weights first.
                 "weights": checksums(checkpoint_folder(self._host)),
             }
+            if self.loss is not None:
+                attributes["had_loss"] = True
         elif self._host is not None:
             # What a run without moq_hf resumed is for the next run with it.
             before = callback_states(self._host.state).get(self._name, {})
@@ -367,6 +369,11 @@ class MoQCallback(TrainerCallback, ExportableState):
             step, saved_at, changed, before.get("teacher"), self._teacher
         ):
             logger.warning("moq_hf: %s", note)
+        if before.get("had_loss") and self.loss is None and controller.sensitivity:
+            logger.warning(
+                "moq_hf: up to the checkpoint sensitivity was measured on MoQCallback(loss=), which is not there now: "
+                "give it again, without restore_callback_states_from_checkpoint"
+            )
 
     def _announce(
         self, controller: MoQController, args: TrainingArguments, state: TrainerState

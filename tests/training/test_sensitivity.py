@@ -333,7 +333,7 @@ def build(folder: Path, cls: Any, callbacks: Any, compute_loss_func: Any = None,
     )
 
 
-def test_a_loss_that_the_trainer_computes(tmp_path: Path) -> None:
+def test_a_loss_that_the_trainer_computes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for more in ({"label_smoothing_factor": 0.1}, {"compute_loss_func": smooth}):
         with pytest.raises(MoQError, match="use MoQTrainer, or give MoQCallback the function"):
             build(tmp_path, Trainer, [MoQCallback(EIGEN)], **more).train()
@@ -351,8 +351,12 @@ def test_a_loss_that_the_trainer_computes(tmp_path: Path) -> None:
         assert "labels" not in inputs and not model.training
         return model(**inputs).logits.square().mean()
 
-    given = trained(build(tmp_path, Trainer, [MoQCallback(EIGEN, loss=pooled)], compute_loss_func=smooth))
+    saving = {"save_strategy": "steps", "save_steps": 7}
+    given = trained(build(tmp_path, Trainer, [MoQCallback(EIGEN, loss=pooled)], compute_loss_func=smooth, **saving))
     assert max(f[5] for f in factors(given)) == 5
+    again = build(tmp_path, Trainer, [MoQCallback(EIGEN, loss=pooled)], restore_callback_states_from_checkpoint=True)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    assert "sensitivity was measured on MoQCallback(loss=), which is not there now" in caplog.text
 
 
 def test_an_interrupted_run_does_not_disturb_the_next(tmp_path: Path) -> None:
