@@ -213,6 +213,7 @@ def in_float32(ways: Ways) -> Ways:
 
 
 NO_DROPOUT_ON_CPU, HALF_DROPOUT_ON_CPU = in_float32(NO_DROPOUT), in_float32(HALF_DROPOUT)
+FINISHED_ON_CPU = in_float32(FINISHED_NO_DROPOUT)
 
 
 def same(name: str) -> Ways:
@@ -273,6 +274,11 @@ CHANGES = {
             TWO,
             NO_DROPOUT_ON_CPU,
         ),
+        Change(
+            "relations of queries, keys and values",
+            at(NO_DROPOUT_ON_CPU._replace(arm=glue_plans.RELATIONS.name), 2),
+            against=NO_DROPOUT_ON_CPU,
+        ),
     ),
     "a finished float model, rounded in groups of 32": (
         Change("half as many steps, with it as teacher", at(FINISHED_32, 3), against=ROUNDED_32),
@@ -287,6 +293,13 @@ CHANGES = {
             at(narrow("ternary by way of 4 and 3"), 2),
             TWO,
             narrow("ternary at once"),
+        ),
+    ),
+    "the same without dropout": (
+        Change(
+            "relations of queries, keys and values",
+            at(FINISHED_ON_CPU._replace(arm=f"{FINISHED_ON_CPU.arm}, relations"), 2),
+            against=FINISHED_ON_CPU,
         ),
     ),
     "basic QAT from the pretrained model": (
