@@ -275,9 +275,10 @@ CHANGES = {
             NO_DROPOUT_ON_CPU,
         ),
         Change(
-            "relations of queries, keys and values",
+            "the teacher's relations too",
             at(NO_DROPOUT_ON_CPU._replace(arm=glue_plans.RELATIONS.name), 2),
-            against=NO_DROPOUT_ON_CPU,
+            TWO,
+            NO_DROPOUT_ON_CPU,
         ),
     ),
     "a finished float model, rounded in groups of 32": (
@@ -285,7 +286,11 @@ CHANGES = {
     ),
     "half as many steps from a finished float model, which is the teacher": (
         Change("groups of 32", at(FINISHED_32, 2), against=FINISHED),
-        Change("relations of queries, keys and values", at(same("with relations"), 2), against=FINISHED),
+        Change(
+            "the teacher's relations too, no dropout",
+            at(FINISHED_ON_CPU._replace(arm=f"{FINISHED_ON_CPU.arm}, relations"), 2),
+            against=FINISHED_ON_CPU,
+        ),
         Change("hardened: blended in over the first half", at(same("hardened over the first half"), 2), TWO, FINISHED),
         Change("learned steps (LSQ)", at(same("learned steps"), 2), TWO, FINISHED),
         Change(
@@ -293,13 +298,6 @@ CHANGES = {
             at(narrow("ternary by way of 4 and 3"), 2),
             TWO,
             narrow("ternary at once"),
-        ),
-    ),
-    "the same without dropout": (
-        Change(
-            "relations of queries, keys and values",
-            at(FINISHED_ON_CPU._replace(arm=f"{FINISHED_ON_CPU.arm}, relations"), 2),
-            against=FINISHED_ON_CPU,
         ),
     ),
     "basic QAT from the pretrained model": (
