@@ -219,23 +219,12 @@ FINISHED_NO_DROPOUT = replace(
 )
 
 
-def finished_with(name: str, groups: str = FULL, start: int = 2, **moq: Any) -> Arm:
-    """The same with other options, or with bits that fall from `start` within half of the steps."""
-    options = {**moq, "distillation": {"teacher": LONG_OWN, "labels": 1.0, **moq.get("distillation", {})}}
-    return ramp(
-        start, 2, 0.5, f"{FINISHED_NO_DROPOUT.name}, {name}", options, groups=groups, learning_rate=LONG_OWN,
-        warm=LONG_OWN, warm_times=2, dropout=False, warm_dropout=False,
-    )  # fmt: skip
+def with_relations(arm: Arm) -> Arm:
+    """The same, where the teacher's relations count too."""
+    assert arm.moq is not None
+    distillation = {**arm.moq["distillation"], "relations": 1.0}
+    return replace(arm, name=f"{arm.name}, relations", moq={**arm.moq, "distillation": distillation})
 
-
-# Float first with the teacher's relations too.
-RELATIONS = replace(
-    taught(
-        2, name=f"{no_dropout(2).name}, relations", dropout=False,
-        moq={"distillation": {"teacher": OWN, "labels": 1.0, "relations": 1.0}},
-    ),
-    warm_dropout=False,
-)  # fmt: skip
 
 # Float first at the learning rate of float in both halves.
 SLOWER = replace(FINISHED_NO_DROPOUT, name=no_dropout(2).name, warm_times=1)
@@ -297,18 +286,8 @@ PLANS = {
     "searches": Plan((no_dropout(2, SEARCHED_MORE), no_dropout(2, SEARCHED_ONCE)), ("sst2", "cola"), (1, 2, 3)),
     "basic": Plan(tuple(replace(all_steps(bits), dropout=False) for bits in (2, 3, 4)), seeds=(3, 4, 5)),
     "finished": Plan((FINISHED_NO_DROPOUT,), seeds=(3, 4, 5)),
-    # What may still help it: the teacher's relations, a blend over 125 steps, a way down to ternary.
-    "relations": Plan((finished_with("relations", distillation={"relations": 1.0}),), seeds=(3, 4, 5)),
-    "relations, float first": Plan((RELATIONS,), seeds=(1, 2)),
-    "ways down": Plan(
-        (
-            finished_with("blended in", fp16_mixed_quantize={"enabled": True, "quantize_change_ratio": 0.008}),
-            finished_with("ternary", "per channel"),
-            finished_with("ternary by way of 4 and 3", "per channel", start=4),
-        ),
-        ("sst2", "cola"),
-        (3, 4, 5),
-    ),
+    "relations": Plan((with_relations(FINISHED_NO_DROPOUT),), seeds=(3, 4, 5)),
+    "relations, float first": Plan((with_relations(no_dropout(2)),), seeds=(1, 2)),
     # Rates that were ahead without dropout with seed 1.
     "float at 1e-4": Plan((replace(LONG, dropout=False, learning_rate=1e-4),), ("sst2",), (3, 4, 5)),
     "float at 5e-5": Plan((replace(LONG, dropout=False, learning_rate=5e-5),), ("cola", "mrpc"), (3, 4)),

@@ -276,7 +276,7 @@ CHANGES = {
         ),
         Change(
             "the teacher's relations too",
-            at(NO_DROPOUT_ON_CPU._replace(arm=glue_plans.RELATIONS.name), 2),
+            at(NO_DROPOUT_ON_CPU._replace(arm=f"{NO_DROPOUT.arm}, relations"), 2),
             TWO,
             NO_DROPOUT_ON_CPU,
         ),
@@ -288,7 +288,7 @@ CHANGES = {
         Change("groups of 32", at(FINISHED_32, 2), against=FINISHED),
         Change(
             "the teacher's relations too, no dropout",
-            at(FINISHED_ON_CPU._replace(arm=f"{FINISHED_ON_CPU.arm}, relations"), 2),
+            at(FINISHED_ON_CPU._replace(arm=f"{FINISHED_NO_DROPOUT.arm}, relations"), 2),
             against=FINISHED_ON_CPU,
         ),
         Change("hardened: blended in over the first half", at(same("hardened over the first half"), 2), TWO, FINISHED),

@@ -35,10 +35,8 @@ def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
     >>> migrate({"quantize_training": block}, 345)["quantize_schedule"]
     {'quantize_period': 'auto', 'schedule_offset': 0}
     """
-    is_object = isinstance(document, Mapping)
-    if is_object and not DEEPSPEED_KEYS.union(["quantize_training"]).intersection(
-        document
-    ):
+    known = DEEPSPEED_KEYS.union(["quantize_training"])
+    if isinstance(document, Mapping) and known.isdisjoint(document):
         document = {"quantize_training": document}
     config = MoQConfig.from_dict(document)
     if not config.enabled:

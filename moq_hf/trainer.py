@@ -148,7 +148,7 @@ class MoQTrainer(Trainer):
         self.float_metrics: Mapping[str, Any] | None = None
         self.teacher_fingerprint: int | None = None
         self._loss_checked = self._loss_called = self._rates_restart = False
-        self._is_unfollowed = False
+        self._teacher_ignored = False
         self._saving_checkpoint = False
         # What was switched off in the student, to be switched on again.
         self._dropped: list[tuple[nn.Module, str, float]] = []
@@ -188,12 +188,12 @@ class MoQTrainer(Trainer):
                 "the MoQCallback of this MoQTrainer was removed: its model would train on at the bits that it has now, "
                 "and nothing would be delivered; leave the callback in, or train a float model in another Trainer"
             )
-        is_stuck = is_packed(self._student)
-        if self.moq is None and (is_stuck or is_quantized(self._student)):
+        packed = is_packed(self._student)
+        if self.moq is None and (packed or is_quantized(self._student)):
             logger.warning(
                 "moq_hf: without moq_config %s: call moq_hf.dequantize_model(model) first to train in float",
                 "the quantized weights of a packed checkpoint do not train"
-                if is_stuck
+                if packed
                 else "the model trains at the bits that it has",
             )
         try:
@@ -229,7 +229,7 @@ class MoQTrainer(Trainer):
         if not self._loss_called and (
             self._teacher is not None or self.float_phase is not None
         ):
-            self._loss_called = self._is_unfollowed = True
+            self._loss_called = self._teacher_ignored = True
             logger.warning(
                 "moq_hf: compute_loss of %s does not call that of MoQTrainer, which follows the teacher: it is not "
                 "followed; call super().compute_loss",
@@ -363,7 +363,7 @@ class MoQTrainer(Trainer):
             return
         config = cast(MoQCallback, self.moq).config.distillation
         loss = loss_in_words(config)
-        if self._is_unfollowed:
+        if self._teacher_ignored:
             loss = "that of compute_loss alone"
         self._tell(f"{text} the loss is {loss}{self._switch_off_dropout()}")
 

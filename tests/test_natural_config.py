@@ -158,6 +158,12 @@ def test_what_only_may_be_late_is_a_note() -> None:
         plan("eigen", 7)
 
 
+def test_auto_fits_any_run_of_32_steps_or_more() -> None:
+    assert all(plan("auto", steps).reached for steps in (32, 33, 100, 10_000))
+    with pytest.raises(MoQError, match="or a run of 32 steps"):
+        plan("auto", 31)
+
+
 def test_what_is_switched_off_is_shown_and_not_migrated() -> None:
     assert "enabled" in MoQConfig(enabled=False)._repr_html_()
     with pytest.raises(MoQError, match="enabled is false: such a run trains in float"):

@@ -136,7 +136,7 @@ def ratios_in_letters(ratio: Tensor) -> str:
     """
     known = torch.tensor(list(_LETTERS.values()), device="cpu")
     order = known.argsort()
-    # The next one above is the ratio itself.
+    # Of a number just below a ratio, the next one above is that ratio.
     index = torch.bucketize(ratio.flatten().cpu() - 1e-3, known[order])
     return (order[index] + ord("A")).byte().numpy().tobytes().decode()
 

@@ -53,6 +53,18 @@ def further(model: Any, folder: Path, config: Any = None) -> hf.Trainer:
     return trained(hf.Trainer(model, arguments(folder, max_steps=3), train_dataset=data, callbacks=callbacks))
 
 
+def test_before_a_whole_pass_tables_answer_with_their_codes(tmp_path: Path) -> None:
+    """What the guide's limits say of compressed-tensors, which unpacks in the first pass of the whole model."""
+    model = quantize_model(experts(), {**W4, "quantize_embeddings": 8, "modules_to_not_convert": ["experts"]})
+    save_quantized(model, tmp_path)
+    for unpack in (lambda packed: packed(IDS), dequantize_model):
+        packed = hf.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        assert packed.get_input_embeddings()(IDS).dtype == torch.int8
+        unpack(packed)
+        vectors = packed.get_input_embeddings()(IDS)
+        assert torch.equal(vectors, model.get_input_embeddings()(IDS))
+
+
 def test_without_a_config_a_quantized_model_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = quantize_model(new_model(), W4)
     save_quantized(model, tmp_path / "packed")
