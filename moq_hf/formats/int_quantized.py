@@ -5,6 +5,8 @@ keep. Modules that are tied to the table have the same codes, which are stored o
 scales of their own.
 """
 
+from torch import Tensor, nn
+
 from ..quantizer import Quantized
 from . import compressed
 from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
@@ -25,6 +27,17 @@ def fits(spec: EncodeSpec) -> bool:
 def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
     """Codes in int8, scales and zero points."""
     return compressed.write(values, spec, FORMAT)
+
+
+def unsaved_buffers(name: str, table: nn.Module) -> dict[str, Tensor]:
+    """The buffers of an embedding table that `save_pretrained` leaves out, such as the scale of Gemma's, by name.
+
+    compressed-tensors makes parameters of them, which transformers then misses in the files.
+    """
+    return {
+        f"{name}.{buffer}": table.get_buffer(buffer).cpu()
+        for buffer in table._non_persistent_buffers_set
+    }
 
 
 read = compressed.read

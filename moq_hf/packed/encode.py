@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import quantizer
 from ..errors import MoQError, shortened
-from ..formats import gemma, mxfp4
+from ..formats import gemma, int_quantized, mxfp4
 from ..formats.stored import (
     MAX_PACKED_BITS,
     EncodedWeight,
@@ -340,6 +340,8 @@ class Encoder:
             tied=tuple(tied),
             matrices=matrices,
         )
+        if form == "int8" and layer.kind == "embedding":
+            parts |= int_quantized.unsaved_buffers(name, layer)
         return parts
 
     def _group(self, name: str, scheme: dict[str, Any]) -> str:

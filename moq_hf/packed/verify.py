@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import MoQError, explained, listed
 from ..formats import mxfp4
+from ..formats.int_quantized import unsaved_buffers
 from ..formats.stored import (
     MAX_PACKED_BITS,
     StoredLayer,
@@ -279,6 +280,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
         model = dequantize_model(copy.deepcopy(model))
     model = pretrained(model)
     tensors |= model.state_dict()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            tensors |= unsaved_buffers(name, module)
     for name, layer in quantized_layers(model).items():
         tensors[parameter_of(name, layer.kind)] = layer.quantized_weight()
         inputs = layer.moq.inputs
