@@ -440,7 +440,9 @@ CLASSES: dict[type[nn.Module], type[QuantLayer]] = {
 
 
 def quant_class(base: type[nn.Module]) -> type[QuantLayer]:
-    """The quantized class for layers of class `base`, made once."""
+    """The quantized class for layers of class `base`, made once; one that is quantized already is its own."""
+    if issubclass(base, QuantLayer):
+        return base
     if base not in CLASSES:
         quantized = next(
             made for plain, made in CLASSES.items() if issubclass(base, plain)

@@ -16,11 +16,12 @@ from .errors import MoQError, either, shortened
 from .formats.stored import EncodeSpec
 from .formats.table import form_of, has_codes
 from .grid import Format
-from .model.inventory import Inventory, grid_of, is_convolution
+from .model.inventory import Inventory, grid_of
 from .model.sizes import is_unpacked_while_loading
 from .names import plain_name, pretrained, without_fsdp, without_peft
 from .processes import shape_of
 from .quant_experts import experts_parameters, matrix_of
+from .quant_linear import quant_class
 from .schedule import FLOAT_BITS
 from .seams.transformers import ADAPTED, experts_transposed
 from .text import table
@@ -558,7 +559,7 @@ def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | N
     faults: dict[str, list[str]] = {}
     packed = []
     has_lora = False
-    for name, spec in _layer_specs(inventory, config, bits).items():
+    for name, spec in _specs(inventory, config, bits).items():
         saved = (plain_name(name, ()) or "").removeprefix(f"{path}.")
         if spec.inputs is not None and spec.input_fault is not None:
             faults.setdefault(spec.input_fault, []).append(saved)
@@ -581,39 +582,32 @@ def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | N
     return None
 
 
-def _spec(
-    inventory: Inventory,
-    config: MoQConfig,
-    name: str,
-    module: nn.Module,
-    kind: Kind,
-    shape: tuple[int, int],
-    bits: int,
-    parameter: str = "weight",
-) -> EncodeSpec:
-    own = config.of(name)
-    return EncodeSpec(
-        kind,
-        shape,
-        own.bits if isinstance(own.bits, int) else bits,
-        grid_of(module, own, parameter),
-        # A weight that a head shares with a table is stored as a table.
-        is_table=name in inventory.tied.values(),
-        matrices=() if kind == "experts" else None,
-        inputs=config.activations.grid if kind in ("linear", "conv1d") else None,
-    )
-
-
-def _layer_specs(
-    inventory: Inventory, config: MoQConfig, bits: int
-) -> dict[str, EncodeSpec]:
+def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, EncodeSpec]:
+    """How each quantized weight will be encoded, by name; scheduled ones with a choice of bits end at these."""
     specs = {}
-    for name, layer in inventory.layers.items():
-        kind: Kind = "linear" if isinstance(layer, nn.Linear) else "conv1d"
-        if is_convolution(layer):
-            kind = "conv"
-        shape = matrix_shape(shape_of(layer.weight), kind)
-        specs[name] = _spec(inventory, config, name, layer, kind, shape, bits)
+    modules: dict[str, Any] = {**inventory.scheduled, **inventory.embeddings}
+    for name, module in modules.items():
+        own = config.of(name)
+        width = own.bits if isinstance(own.bits, int) else bits
+        parameter = "weight"
+        if name in inventory.experts:
+            parameter = name.rpartition(".")[2]
+            kind: Kind = "experts_t" if experts_transposed(module) else "experts"
+            _, rows, columns = matrix_of(module, parameter)
+        else:
+            kind = quant_class(type(module)).kind
+            rows, columns = matrix_shape(shape_of(module.weight), kind)
+        is_table = kind == "embedding"
+        specs[name] = EncodeSpec(
+            kind,
+            (rows, columns),
+            inventory.table_bits or 0 if is_table else width,
+            grid_of(module, own, parameter),
+            # A weight that a head shares with a table is stored as a table.
+            is_table=is_table or name in inventory.tied.values(),
+            matrices=() if kind == "experts" else None,
+            inputs=config.activations.grid if kind in ("linear", "conv1d") else None,
+        )
     return specs
 
 
@@ -627,8 +621,18 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
     fault = _float_inputs(inventory, config, bits)
     rounded = config.activations.scale if fault is None else None
 
-    def planned(spec: EncodeSpec) -> Weight:
-        return Weight(
+    floats = {
+        saved(name)
+        for name, module in inventory.modules.items()
+        if hasattr(module, "weight")
+    }
+    for name, module in inventory.modules.items():
+        for parameter in experts_parameters(module):
+            if f"{name}.{parameter}" not in inventory.experts:
+                floats.add(saved(f"{name}.{parameter}"))
+    weights: dict[str, Weight] = {}
+    for name, spec in _specs(inventory, config, bits).items():
+        weight = Weight(
             spec.kind,
             *spec.matrix_shape,
             spec.bits,
@@ -638,39 +642,15 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
             None if spec.inputs is None else rounded,
             spec.format,
         )
-
-    weights: dict[str, Weight] = {}
-    floats = {
-        saved(name)
-        for name, module in inventory.modules.items()
-        if hasattr(module, "weight")
-    }
-    for name, spec in _layer_specs(inventory, config, bits).items():
-        weights[saved(name)] = planned(spec)
-    for name, module in inventory.modules.items():
-        kind: Kind = "experts_t" if experts_transposed(module) else "experts"
-        for parameter in experts_parameters(module):
-            experts, rows, columns = matrix_of(module, parameter)
-            whole = f"{name}.{parameter}"
-            spec = _spec(
-                inventory, config, whole, module, kind, (rows, columns), bits, parameter
-            )
-            weight = planned(spec)
-            if whole not in inventory.experts:
-                floats.add(saved(whole))
-            elif weight.packed:
-                matrix = replace(weight, kind="linear")
-                for index in range(experts):
-                    weights[f"{saved(name)}.{index}.{parameter}"] = matrix
-            else:
-                # Beside packed layers, experts that are not split keep their name.
-                weights[saved(whole)] = weight
-    for name, embedding in inventory.embeddings.items():
-        rows, columns = shape_of(embedding.weight)
-        size = grid_of(embedding, config.of(name)).grouping.row_size
-        weights[saved(name)] = Weight(
-            "embedding", rows, columns, inventory.table_bits or 0, size
-        )
+        # Beside packed layers, experts that are not split keep their name.
+        if name not in inventory.experts or not weight.packed:
+            weights[saved(name)] = weight
+            continue
+        parent, _, parameter = name.rpartition(".")
+        experts, *_ = matrix_of(inventory.experts[name], parameter)
+        for index in range(experts):
+            matrix = replace(weight, kind="linear")
+            weights[f"{saved(parent)}.{index}.{parameter}"] = matrix
     for name, owner in inventory.tied.items():
         # A weight that a head shares with a table is stored as a table.
         is_table = isinstance(inventory.modules[name], nn.Embedding)

@@ -166,7 +166,7 @@ def prepare_model(
             layer.release()
     for index, (name, module) in enumerate(chosen.items()):
         grid = grid_of(module, config.of(name))
-        kind = _class_for(module).kind
+        kind = quant_class(type(module)).kind
         layer = _quantized_layer(module, _new_state(name, index, grid, kind, config))
         rounded = config.activations.grid
         if rounded is not None and layer.kind in ("linear", "conv1d"):
@@ -196,16 +196,11 @@ def prepare_model(
     return layers, {name: quantized[name] for name in inventory.embeddings}
 
 
-def _class_for(module: nn.Module) -> type[QuantLayer]:
-    """The quantized class for a layer, which may be quantized already."""
-    return type(module) if isinstance(module, QuantLayer) else quant_class(type(module))
-
-
 def _quantized_layer(module: nn.Module, state: LayerState) -> QuantLayer:
     # The state first: another thread may be evaluating the model.
     layer = cast(QuantLayer, module)
     layer.moq = state
-    module.__class__ = _class_for(module)
+    module.__class__ = quant_class(type(module))
     return layer
 
 
