@@ -625,11 +625,9 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Write the packed model and the state of the run, and say what has become of it, in one block."""
         # Each trial of a search has a folder of its own.
         folder = checkpoint_folder(self._host).parent / "quantized"
-        options = replace(options_of(self._host, controller), run=self._host)
-        answers = self.answers(args)
         try:
             self.delivered = write_result(
-                controller.model, folder, args, answers, options
+                self._host, controller.model, folder, self, run=self._host
             )
         # Training is done: what cannot be written here is still the Trainer's to save.
         except Exception as error:
@@ -734,39 +732,22 @@ class MoQCallback(TrainerCallback, ExportableState):
             self.observe(inputs)
 
 
-def options_of(trainer: Trainer, controller: MoQController | None) -> SaveOptions:
-    """What goes with the model of a run into its folder.
+def write_result(
+    trainer: Trainer,
+    model: nn.Module,
+    folder: Path,
+    callback: MoQCallback | None,
+    **more: Any,
+) -> Delivered | None:
+    """Deliver the model of a run, with what goes with it; every process must call it.
 
     Args:
         trainer: The Trainer, a stock one too.
-        controller: Of the model; None where no callback trains it.
-    """
-    tokenizer = getattr(trainer.data_collator, "tokenizer", None)
-    state = trainer.state
-    return SaveOptions(
-        processing_class=trainer.processing_class or tokenizer,
-        controller=controller,
-        metrics=getattr(trainer, "final_metrics", None)
-        or last_metrics(state.log_history, best_step(trainer.args, state)),
-        float_metrics=getattr(trainer, "float_metrics", None),
-    )
-
-
-def write_result(
-    model: nn.Module,
-    folder: Path,
-    args: TrainingArguments,
-    answers: ReferenceOutputs | None,
-    options: SaveOptions,
-) -> Delivered | None:
-    """Deliver a model at the end of its run; every process must call it.
-
-    Args:
         model: With quantized layers.
         folder: Where to.
-        args: The Trainer's.
-        answers: The model's, to prove the files on; None: they are not loaded.
-        options: What goes with it.
+        callback: The one that trains the model, which answers a batch to prove the
+            files on; None where none does.
+        **more: More fields of `SaveOptions`.
 
     Returns:
         What was written; None in processes that do not save.
@@ -774,6 +755,18 @@ def write_result(
     Raises:
         MoQError: The files cannot be written, or a weight holds NaN or Inf.
     """
+    args = trainer.args
+    state = trainer.state
+    tokenizer = getattr(trainer.data_collator, "tokenizer", None)
+    options = SaveOptions(
+        processing_class=trainer.processing_class or tokenizer,
+        controller=None if callback is None else callback.controller,
+        metrics=getattr(trainer, "final_metrics", None)
+        or last_metrics(state.log_history, best_step(args, state)),
+        float_metrics=getattr(trainer, "float_metrics", None),
+        **more,
+    )
+    answers = None if callback is None else callback.answers(args)
     with gathered_state_dict(model, args.save_on_each_node) as gathered:
         if not args.should_save:
             return None

@@ -4,7 +4,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer
 
-from .callback import MoQCallback, options_of, write_result
+from .callback import MoQCallback, write_result
 from .config import MoQConfig
 from .config_fields import DistillationConfig
 from .errors import MoQError
@@ -546,14 +545,12 @@ class MoQTrainer(Trainer):
         folder = Path(
             str(output_dir if output_dir is not None else self.args.output_dir)
         )
-        moq = self._live_moq()
-        options = options_of(self, None if moq is None else moq.controller)
         done = write_result(
+            self,
             self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
             folder,
-            self.args,
-            None if moq is None else moq.answers(self.args),
-            replace(options, state_dict=state_dict),
+            self._live_moq(),
+            state_dict=state_dict,
         )
         if done is not None:
             tqdm.write(f"moq_hf: saved in {folder}. {done.summary}")
