@@ -177,20 +177,15 @@ def clean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return clean
 
 
-def sha256(data: bytes) -> str:
-    """A checksum of bytes, as text."""
-    return hashlib.sha256(data).hexdigest()
-
-
-def _canonical(state: Mapping[str, Any]) -> bytes:
-    return json.dumps(
-        {key: value for key, value in state.items() if key != "digest"}, sort_keys=True
-    ).encode()
+def _digest(state: Mapping[str, Any]) -> str:
+    """Compute a checksum of a state without its digest."""
+    rest = {key: value for key, value in state.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write `moq_state.json` with its digest, whole or not at all."""
-    state["digest"] = sha256(_canonical(state))
+    state["digest"] = _digest(state)
     temporary = folder / f".{STATE_NAME}"
     write_json(temporary, state, indent=1)
     temporary.replace(folder / STATE_NAME)
@@ -211,7 +206,7 @@ def read_state(folder: Path) -> dict[str, Any]:
             f"{folder} is the folder of a run: its packed model is {delivered}"
         )
     state = read_document(path)
-    if state.get("digest") != sha256(_canonical(state)):
+    if state.get("digest") != _digest(state):
         raise MoQError(f"{path} is damaged: its digest does not fit its content")
     if state.get("format") != STATE_FORMAT:
         versions = state.get("versions")

@@ -30,8 +30,8 @@ from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, quanti
 from moq_hf.cli import main
 from moq_hf.grid import Grid, PerChannel, PerGroup
 from moq_hf.model.convert import quant_layers
-from moq_hf.packed.files import digest_of
-from moq_hf.packed.state import STATE_NAME, sha256, write_state
+from moq_hf.packed.files import digest_of, digest_of_configs
+from moq_hf.packed.state import STATE_NAME, write_state
 from moq_hf.packed.verify import recorded, stored_weights
 from moq_hf.training.controller import MoQController
 
@@ -222,7 +222,7 @@ def rewrite(folder: Path, change: Any, name: str = STATE_NAME) -> None:
     change(document)
     if name != STATE_NAME:
         (folder / name).write_text(json.dumps(document))
-        state["config_json"] = sha256((folder / "config.json").read_bytes())
+        state["config_json"] = digest_of_configs(folder)
     write_state(folder, state)
 
 
