@@ -5,6 +5,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -51,15 +52,15 @@ class Samples:
         for batch in reversed(self._batches):
             if rows <= 0:
                 break
-            size = chunk = rows_of(batch)
+            size = rows_of(batch)
             if can_split(batch):
                 size = min(rows, size)
-                chunk = CHUNK
+                for start in range(0, size, CHUNK):
+                    part = slice(start, min(size, start + CHUNK))
+                    batches.append(with_tensors(batch, itemgetter(part)))
+            else:
+                batches.append(batch)
             rows -= size
-            batches += [
-                part_of(batch, start, min(size, start + chunk))
-                for start in range(0, size, chunk)
-            ]
         return batches
 
 
@@ -89,17 +90,6 @@ def with_tensors(
         name: change(value) if isinstance(value, Tensor) else value
         for name, value in inputs.items()
     }
-
-
-def part_of(inputs: Batch, start: int, end: int) -> Batch:
-    """The examples from `start` to `end`; all of them if the batch cannot be split.
-
-    >>> part_of({"labels": torch.tensor([5, 6, 7])}, 0, 2)
-    {'labels': tensor([5, 6])}
-    """
-    if not can_split(inputs):
-        return inputs
-    return with_tensors(inputs, lambda value: value[start:end])
 
 
 def can_split(inputs: Batch) -> bool:
