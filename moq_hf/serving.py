@@ -21,11 +21,10 @@ from .model.sizes import is_unpacked_while_loading
 from .names import plain_name, pretrained, without_fsdp, without_peft
 from .processes import shape_of
 from .quant_experts import experts_parameters, matrix_of
-from .quant_linear import quant_class
 from .schedule import FLOAT_BITS
-from .seams.transformers import ADAPTED, experts_transposed
+from .seams.transformers import ADAPTED
 from .text import table
-from .weight_matrix import Kind, matrix_shape
+from .weight_matrix import matrix_shape
 
 
 @dataclass(frozen=True)
@@ -585,18 +584,15 @@ def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | N
 def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, EncodeSpec]:
     """How each quantized weight will be encoded, by name; scheduled ones with a choice of bits end at these."""
     specs = {}
-    modules: dict[str, Any] = {**inventory.scheduled, **inventory.embeddings}
-    for name, module in modules.items():
+    for name, module, parameter, kind in inventory.weights():
         own = config.of(name)
         width = own.bits if isinstance(own.bits, int) else bits
-        parameter = "weight"
         if name in inventory.experts:
-            parameter = name.rpartition(".")[2]
-            kind: Kind = "experts_t" if experts_transposed(module) else "experts"
+            # Servers meet the matrix of each expert.
             _, rows, columns = matrix_of(module, parameter)
         else:
-            kind = quant_class(type(module)).kind
-            rows, columns = matrix_shape(shape_of(module.weight), kind)
+            weight: Any = module.weight
+            rows, columns = matrix_shape(shape_of(weight), kind)
         is_table = kind == "embedding"
         specs[name] = EncodeSpec(
             kind,

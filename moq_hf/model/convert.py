@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..config import MoQConfig
 from ..errors import MoQError, check_choice
-from ..grid import FP4, Grid
+from ..grid import FP4
 from ..inputs import inputs_out_of_reach, new_inputs
 from ..layer_state import LayerState
 from ..lora import merge_adapters
@@ -18,8 +18,8 @@ from ..quant_experts import make_quantized, quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer, quant_class
 from ..quantizer import RoundingSeed
 from ..schedule import FLOAT_BITS
-from ..seams.transformers import experts_transposed, unpack
-from ..weight_matrix import Kind, parameter_of
+from ..seams.transformers import unpack
+from ..weight_matrix import parameter_of
 from .inventory import Inventory, grid_of, is_packed
 from .selection import take_inventory
 
@@ -159,35 +159,33 @@ def prepare_model(
         The layers of the schedule, experts among them, and the embedding tables, by
         name.
     """
-    chosen: dict[str, Any] = {**inventory.layers, **inventory.embeddings}
-    kept = {*chosen, *inventory.tied, *inventory.experts}
+    weights = list(inventory.weights())
+    kept = {*inventory.tied, *(name for name, *_ in weights)}
     for name, layer in quantized_layers(inventory.model).items():
         if name not in kept:
             layer.release()
-    for index, (name, module) in enumerate(chosen.items()):
-        grid = grid_of(module, config.of(name))
-        kind = quant_class(type(module)).kind
-        layer = _quantized_layer(module, _new_state(name, index, grid, kind, config))
+    experts: dict[nn.Module, dict[str, LayerState]] = {}
+    for index, (name, module, parameter, kind) in enumerate(weights):
+        grid = grid_of(module, config.of(name), parameter)
+        seed = RoundingSeed(config.seed, index)
+        state = LayerState(grid, config, kind, seed=seed, name=name)
+        if name in inventory.experts:
+            experts.setdefault(module, {})[parameter] = state
+            continue
+        layer = _quantized_layer(module, state)
         rounded = config.activations.grid
-        if rounded is not None and layer.kind in ("linear", "conv1d"):
+        if rounded is not None and kind in ("linear", "conv1d"):
             rows, columns = layer.matrix_shape
             scales = grid.shape(rows, columns)[1]
-            layer.moq.inputs = new_inputs(
+            state.inputs = new_inputs(
                 rounded.beside(columns, scales), layer.float_weight
             )
+    modules: Mapping[str, Any] = inventory.modules
     for name, owner in inventory.tied.items():
         # Layers that share a weight share its state.
-        _quantized_layer(inventory.modules[name], chosen[owner].moq)
-    states: dict[nn.Module, dict[str, LayerState]] = {}
-    for index, (name, module) in enumerate(inventory.experts.items(), len(chosen)):
-        attribute = name.rpartition(".")[2]
-        kind = "experts_t" if experts_transposed(module) else "experts"
-        grid = grid_of(module, config.of(name), attribute)
-        states.setdefault(module, {})[attribute] = _new_state(
-            name, index, grid, kind, config
-        )
-    for module, own_states in states.items():
-        make_quantized(module, own_states)
+        _quantized_layer(modules[name], modules[owner].moq)
+    for module, states in experts.items():
+        make_quantized(module, states)
     merge_adapters(inventory.model, inventory.merged)
     quantized: Any = quantized_layers(inventory.model)
     for layer in quantized.values():
@@ -202,13 +200,6 @@ def _quantized_layer(module: nn.Module, state: LayerState) -> QuantLayer:
     layer.moq = state
     module.__class__ = quant_class(type(module))
     return layer
-
-
-def _new_state(
-    name: str, index: int, grid: Grid, kind: Kind, config: MoQConfig
-) -> LayerState:
-    seed = RoundingSeed(config.seed, index)
-    return LayerState(grid, config, kind, seed=seed, name=name)
 
 
 def check_finite(layers: Mapping[str, QuantLayer], *, gather: bool = False) -> None:

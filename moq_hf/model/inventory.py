@@ -14,7 +14,14 @@ from ..grid import Grid, PerChannel, RowBlocks
 from ..names import adapters, is_below, named_modules, unwrapped, without_peft
 from ..processes import shape_of
 from ..quant_experts import matrix_of
-from ..seams.transformers import CHECKPOINTED, is_scaled_table, packed_loader
+from ..quant_linear import quant_class
+from ..seams.transformers import (
+    CHECKPOINTED,
+    experts_transposed,
+    is_scaled_table,
+    packed_loader,
+)
+from ..weight_matrix import Kind
 
 # The layers whose bits the schedule sets.
 Layer = nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d
@@ -110,6 +117,14 @@ class Inventory:
     def scheduled(self) -> dict[str, nn.Module]:
         """What the schedule quantizes: the layers, then the parameters of experts, each with its module."""
         return {**self.layers, **self.experts}
+
+    def weights(self) -> Iterator[tuple[str, nn.Module, str, Kind]]:
+        """Each weight that is quantized, but for tied ones: its name, its module, its attribute there, and its kind."""
+        for name, module in {**self.layers, **self.embeddings}.items():
+            yield name, module, "weight", quant_class(type(module)).kind
+        for name, experts in self.experts.items():
+            kind: Kind = "experts_t" if experts_transposed(experts) else "experts"
+            yield name, experts, name.rpartition(".")[2], kind
 
     def instances(self, *classes: type[nn.Module]) -> dict[str, Any]:
         """Modules of some classes by their names, but for those of PEFT's adapters."""
