@@ -461,7 +461,7 @@ def test_w4_of_a_minilm_has_17_7_mb() -> None:
     for config in (MoQConfig.load("w4"), MoQConfig(bits=4)):
         made = MoQController(model, config)
         fixed = dict.fromkeys(made.layers, 4)
-        file = FileSize(made.inventory, made.layers, made.embeddings, made.inventory.table_bits, fixed)
+        file = FileSize(made.inventory, made.layers, made.embeddings, fixed)
         sizes.append(round(file.of_rest() / 1e6, 1))
     assert round(made.sizes.float_mb, 1) == 90.9 and sizes == [17.7, 53.3]
 

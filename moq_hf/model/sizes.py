@@ -170,7 +170,6 @@ class FileSize:
         inventory: Of the model.
         layers: Its quantized layers by name.
         embeddings: Its quantized embedding tables by name.
-        table_bits: Those of the tables.
         fixed: Bits of the layers that have no choice of them, by name.
     """
 
@@ -179,7 +178,6 @@ class FileSize:
         inventory: Inventory,
         layers: Mapping[str, QuantLayer],
         embeddings: Mapping[str, QuantEmbedding],
-        table_bits: int | None,
         fixed: Mapping[str, int] | None = None,
     ) -> None:
         self._inventory = inventory
@@ -191,7 +189,8 @@ class FileSize:
             if id(tensor) not in seen and not inventory.is_added(name):
                 seen.add(id(tensor))
                 self._fixed[name] = _on_meta(shape_of(tensor), tensor.dtype)
-        fixed = dict.fromkeys(embeddings, table_bits or FLOAT_BITS) | dict(fixed or {})
+        of_tables = dict.fromkeys(embeddings, inventory.table_bits or FLOAT_BITS)
+        fixed = of_tables | dict(fixed or {})
         for name, bits in fixed.items():
             self._fixed |= self._tensors(name, bits)
         # The end of the data at the most bits: no offset in the header has more digits.

@@ -234,7 +234,7 @@ def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
     )
     controller.load_state_dict(state)
     if state["handed_dtype"]:
-        for layer in {**controller.layers, **controller.embeddings}.values():
+        for layer in controller.all_layers.values():
             layer.moq.handed_dtype = getattr(torch, state["handed_dtype"])
     return controller
 

@@ -108,9 +108,7 @@ class MoQController:
         if config.budget is not None:
             file = None
             if config.budget.file_mb is not None:
-                file = FileSize(
-                    inventory, self.layers, self.embeddings, inventory.table_bits, fixed
-                )
+                file = FileSize(inventory, self.layers, self.embeddings, fixed)
             weights = {
                 name: shape_of(layer.float_weight).numel()
                 for name, layer in self.layers.items()

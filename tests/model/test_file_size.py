@@ -69,7 +69,7 @@ def test_it_is_the_size_of_the_file(kind: str, more: dict[str, Any], tmp_path: P
         layers[name].set_bits(width)
     for table in tables.values():
         table.moq.bits = config.embeddings
-    file = FileSize(inventory, layers, tables, config.embeddings)
+    file = FileSize(inventory, layers, tables)
     assert file.why_alike() is None
     found = file.of_rest() + sum(file.of_layer(name, width) for name, width in bits.items())
     save_quantized(model, tmp_path)
@@ -86,8 +86,8 @@ def test_files_whose_codes_are_alike_are_named() -> None:
         (bert(), {"quantize_type": "asymmetric"}, "asymmetric codes are unpacked while loading"),
         (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), {}, "only models of transformers"),
     ):
-        config, inventory, layers, tables = prepared(model, **more)
-        why = FileSize(inventory, layers, tables, config.embeddings).why_alike()
+        _, inventory, layers, tables = prepared(model, **more)
+        why = FileSize(inventory, layers, tables).why_alike()
         assert why is not None and words in why
 
 
