@@ -45,7 +45,7 @@ from .training.distillation import (
     load_teacher,
     loss_parts,
     switch_off_dropout,
-    weighted_sum,
+    weighted,
 )
 from .training.embeddings import queries_keys_values
 from .training.float_first import FloatPhase, after_float, share_of
@@ -455,7 +455,7 @@ class MoQTrainer(Trainer):
                 loss, outputs, teacher_outputs, inputs, config, problem, (ours, theirs)
             )
         if teacher is not None:
-            loss = weighted_sum(parts, config)
+            loss = sum(weighted(parts, config).values())
             # Under DataParallel the task's own has a value for each device.
             values = torch.stack([part.detach().mean() for part in parts.values()])
             # Here and not for the log, which a Trainer may leave to one process.

@@ -356,21 +356,15 @@ def loss_parts(
 def weighted(
     parts: Mapping[str, Tensor], config: DistillationConfig
 ) -> dict[str, Tensor]:
-    """Each part of the loss, multiplied by its weight."""
+    """Each part of the loss, multiplied by its weight; the loss is their sum.
+
+    >>> weighted({"task": torch.tensor(1.0), "hidden": torch.tensor(2.0)}, DistillationConfig(hidden=0.5))
+    {'task': tensor(1.), 'hidden': tensor(1.)}
+    """
     return {
         name: part * getattr(config, "labels" if name == TASK else name)
         for name, part in parts.items()
     }
-
-
-def weighted_sum(parts: Mapping[str, Tensor], config: DistillationConfig) -> Tensor:
-    """The loss with a teacher, of its parts.
-
-    >>> parts = {"task": torch.tensor(1.0), "hidden": torch.tensor(2.0)}
-    >>> weighted_sum(parts, DistillationConfig(hidden=0.5))
-    tensor(2.)
-    """
-    return cast(Tensor, sum(weighted(parts, config).values()))
 
 
 def logits_in(output: Any) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from moq_hf.training.distillation import (
     logits_in,
     loss_parts,
     switch_off_dropout,
-    weighted_sum,
+    weighted,
 )
 
 CONFIG: dict[str, Any] = {
@@ -91,7 +91,7 @@ def distillation(logits: float, hidden: float, labels: float) -> DistillationCon
 
 
 def distillation_loss(*what: Any) -> torch.Tensor:
-    return weighted_sum(loss_parts(*what), what[4])
+    return sum(weighted(loss_parts(*what), what[4]).values())
 
 
 def test_the_loss_by_hand() -> None:
