@@ -13,7 +13,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import MoQError, check_choice, one_line, read_json, write_json
+from ..errors import (
+    MoQError,
+    check_choice,
+    one_line,
+    read_json,
+    shortened,
+    write_json,
+)
 from ..formats import mxfp4
 from ..formats.stored import MAX_PACKED_BITS, EncodeSpec
 from ..formats.table import LAYOUTS, Layout, has_codes
@@ -28,6 +35,7 @@ from ..seams.sentence_transformers import save_around
 from ..seams.transformers import (
     has_adapter,
     refuse_older,
+    takes_apart,
     tied_parameters,
     write_packing_config,
 )
@@ -439,20 +447,23 @@ class _Saving:
             without_peft(self.whole_model), encoder.packed
         )
         unpacks |= encoder.needs_bfloat16 and encoder.dtype != "bfloat16"
-        if wanted == "packed" and unpacks:
-            raise MoQError(
-                'transformers cannot answer with this model in the layout packed: leave layout out, or take "unpacked"'
-            )
-        if wanted is not None:
-            return [wanted]
-        if unpacks:
-            return ["unpacked", "floats"]
+        tried: Sequence[Layout] = ["packed", "unpacked", "floats"]
         # Servers take asymmetric grids as they are unpacked while loading; tables of
         # more bits would be dense there.
         served = encoder.is_asymmetric and not encoder.tables
         if served or ModelSizes(self.whole, self.quantized).has_one_width:
-            return ["unpacked", "packed", "floats"]
-        return ["packed", "unpacked", "floats"]
+            tried = ["unpacked", "packed", "floats"]
+        fails = {
+            "packed": unpacks or takes_apart(self.model, encoder.packed),
+            "unpacked": takes_apart(self.model, ()),
+        }
+        if wanted is None:
+            return [layout for layout in tried if not fails.get(layout)]
+        if fails.get(wanted):
+            raise MoQError(
+                f"transformers cannot answer with this model in the layout {wanted}: leave layout out"
+            )
+        return [wanted]
 
     def _is_gpt_oss(self) -> bool:
         """Whether the model has experts in MXFP4, and there is a layout for them."""
@@ -687,20 +698,23 @@ def _warn(
     target: Path, encoder: Encoder, proof: Proof | None, reason: str | None
 ) -> None:
     """Say what of the model is not packed, and whether it does not compute what was evaluated."""
-    floats = []
+    floats: dict[str, list[str]] = {}
     for name, layer in encoder.stored.items():
         if not has_codes(layer.stored):
             bits = "float" if layer.stored == "float" else f"{layer.bits} bits"
-            floats.append(f"{name} ({bits})")
+            floats.setdefault(bits, []).append(name)
     # One reason is enough: a folder of floats has its own.
     if floats and (reason is None or encoder.layout != "floats"):
         logger.warning(
             "moq_hf: these layers are saved as floats on the grid, at full size, since the packed format has no place "
             "for them (it is for 2 to %d bits of nn.Linear, tables and experts that are symmetric and not transposed, "
-            "without experts in FP4 but for MXFP4 in bfloat16; the layout gemma leaves experts, tied tables and what "
+            "without experts in FP4 but for MXFP4 in bfloat16, and not for classes such as DINOv2's, whose weights "
+            "transformers takes apart while loading; the layout gemma leaves experts, tied tables and what "
             "transformers keeps in float32): %s",
             MAX_PACKED_BITS,
-            ", ".join(floats),
+            "; ".join(
+                f"{bits}: {shortened(names, most=8)}" for bits, names in floats.items()
+            ),
         )
     if has_failed(proof):
         logger.warning(

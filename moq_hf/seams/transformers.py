@@ -14,7 +14,8 @@ Documented, and so not here: `base_model_prefix`, `loss_is_scaled_for_ga`,
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -485,6 +486,30 @@ def packed_loader(model: nn.Module) -> Any:
     loader = getattr(model, "hf_quantizer", None)
     is_gemma = type(loader).__name__ == "GemmaQuantizer"
     return loader if is_gemma or hasattr(loader, "compressor") else None
+
+
+def takes_apart(model: nn.Module, packed: Iterable[str]) -> bool:
+    """Whether `from_pretrained` fails on packed weights, since it splits a weight of such models' files into several.
+
+    Args:
+        model: Of transformers.
+        packed: The layers whose modules hold packed weights after loading.
+
+    Relies on: `get_model_conversion_mapping`, and the patterns of `WeightConverter`,
+    which `HfQuantizer.update_weight_conversions` gives the names of packed weights too.
+    Breaks: `save_quantized` without inputs, and `moq-hf pack`, would write folders of
+    DINOv2 that nothing loads.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    layers = "\n".join(packed)
+    for conversion in get_model_conversion_mapping(cast(Any, model)):
+        sources, targets = conversion.source_patterns, conversion.target_patterns
+        splits = len(targets) > 1 and sources[0].endswith(".weight")
+        layer = targets[0].removesuffix(".weight")
+        if splits and not re.search(f"{layer}$", layers, re.MULTILINE):
+            return True
+    return False
 
 
 def unpack(model: nn.Module) -> None:

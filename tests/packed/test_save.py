@@ -169,7 +169,7 @@ def test_layers_above_8_bits_are_dense_on_their_grid_and_named(
     model = mixed(bert(), [12, 4], config_of(12, quantize_algo={"q_type": "asymmetric"}))
     save_quantized(model, tmp_path)
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert "bert.encoder.layer.0.attention.self.query (12 bits)" in warning and "self.key" not in warning
+    assert "12 bits: bert.encoder.layer.*.attention.self.query (2)" in warning and "self.key" not in warning
     name = "bert.encoder.layer.0.attention.self.query.weight"
     tensors = load_file(tmp_path / "model.safetensors")
     assert torch.equal(tensors[name], model.get_submodule(name[:-7]).quantized_weight())
@@ -784,7 +784,7 @@ def test_a_blend_is_saved_as_it_was_evaluated(tmp_path: Path, caplog: pytest.Log
     layer = model.bert.pooler.dense
     layer.moq.blend = 0.25
     save_quantized(model, tmp_path)
-    assert "bert.pooler.dense (float)" in caplog.text
+    assert "float: bert.pooler.dense" in caplog.text
     assert_loads(tmp_path, model)
 
 
@@ -829,3 +829,18 @@ def test_rounded_codes_of_a_half_model_are_on_their_grid(bits: int, tmp_path: Pa
     quantize_model(body.to(torch.bfloat16), config_of(bits, quantize_algo=algo))
     save_quantized(body, tmp_path)
     assert verify_quantized(tmp_path, body).layers["encoder.layer.0.output.dense"].bits == bits
+
+
+def test_a_class_whose_weights_are_taken_apart_while_loading_is_saved_as_floats(tmp_path: Path) -> None:
+    """Also where nothing is compared: DINOv2's files have two matrices in one."""
+    config = hf.Dinov2Config(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=8
+    )
+    model = quantize_model(hf.Dinov2Model(config), config_of(4)).eval()
+    save_quantized(model, tmp_path / "found")
+    pictures = torch.randn(2, 3, 16, 16)
+    loaded = hf.Dinov2Model.from_pretrained(tmp_path / "found")
+    assert torch.equal(loaded(pictures).last_hidden_state, model(pictures).last_hidden_state)
+    for layout in ("packed", "unpacked"):
+        with pytest.raises(MoQError, match=f"in the layout {layout}: leave layout out"):
+            save_quantized(model, tmp_path / layout, layout=layout)
