@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 from moq_hf import MoQCallback, MoQConfig, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf import quantizer as q
-from moq_hf.errors import shortened
+from moq_hf.errors import MOST_FAULTS, shortened
 from moq_hf.export.compare import load_floats
 from moq_hf.grid import Grid, PerChannel
 from moq_hf.model.convert import quant_layers
@@ -189,7 +189,7 @@ def test_a_run_is_delivered_as_it_was_evaluated(make: Any, tmp_path: Path, caplo
         assert (stored.stored, stored.bits, stored.bytes) == ("dense", 3, stored.bytes_before)
         assert stored.shape == (len(layers[name].weight), layers[name].weight[0].numel()) and stored.scales == (4, 1)
     said = [r.message for r in caplog.records if "are saved as floats on the grid, at full size" in r.message]
-    assert len(said) == 2 and all(line.endswith(shortened(convolutions, most=8)) for line in said)
+    assert len(said) == 2 and all(line.endswith(shortened(convolutions, MOST_FAULTS)) for line in said)
     assert "only 1 to 8 bits can be packed" not in caplog.text
     card = (folder / "README.md").read_text()
     what = "convolutions" if make is resnet else "linear layers and convolutions"

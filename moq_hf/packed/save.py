@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import (
+    MOST_FAULTS,
     MoQError,
     check_choice,
     one_line,
@@ -713,7 +714,8 @@ def _warn(
             "transformers keeps in float32): %s",
             MAX_PACKED_BITS,
             "; ".join(
-                f"{bits}: {shortened(names, most=8)}" for bits, names in floats.items()
+                f"{bits}: {shortened(names, MOST_FAULTS)}"
+                for bits, names in floats.items()
             ),
         )
     if has_failed(proof):

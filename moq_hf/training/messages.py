@@ -101,7 +101,7 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
     if convolutions:
         notes.append(
             "quantize_convolutions: the packed format has no place for convolutions; these are saved as floats on the "
-            f"grid, at full size, and are integers in the ONNX export: {', '.join(convolutions)}"
+            f"grid, at full size, and are integers in the ONNX export: {shortened(convolutions, MOST_FAULTS)}"
         )
     if convolutions and config.activations.enabled:
         notes.append(
