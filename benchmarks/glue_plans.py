@@ -83,7 +83,10 @@ class Arm:
     warm_dropout: bool = True
 
     def on(self, task: str) -> "Arm":
-        """Itself with the task's learning rates for `OWN` and `LONG_OWN`, and its step for a share of the run."""
+        """Itself with the task's learning rates for `OWN` and `LONG_OWN`, and its step for a share of the run.
+
+        A change ratio of quantization above 1 is of the whole run.
+        """
 
         def settled(rate: float) -> float:
             return {OWN: RATES[task], LONG_OWN: LONG_RATES[task]}.get(rate, rate)
@@ -95,6 +98,8 @@ class Arm:
             moq["quantize_schedule"]["schedule_offset"] = round(
                 moq["quantize_schedule"]["schedule_offset"] * STEPS[task] * EPOCHS[task] * self.times
             )
+        if moq is not None and moq.get("fp16_mixed_quantize", {}).get("quantize_change_ratio", 0) > 1:
+            moq["fp16_mixed_quantize"]["quantize_change_ratio"] /= STEPS[task] * EPOCHS[task] * self.times
         return replace(self, moq=moq, learning_rate=settled(self.learning_rate), warm=settled(self.warm))
 
     def config(self) -> dict[str, Any] | None:
@@ -226,6 +231,21 @@ def with_relations(arm: Arm) -> Arm:
     return replace(arm, name=f"{arm.name}, relations", moq={**arm.moq, "distillation": distillation})
 
 
+# Blended in over the first half of a run.
+HARDENED = replace(
+    FINISHED_NO_DROPOUT,
+    name=f"{FINISHED_NO_DROPOUT.name}, hardened over the first half",
+    moq={**(FINISHED_NO_DROPOUT.moq or {}), "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 2.0}},
+)
+
+# Narrow ranges, at once and by way of 4 and 3 bits.
+TERNARY = replace(FINISHED_NO_DROPOUT, groups="per channel")
+FALLING_TERNARY = replace(
+    TERNARY,
+    name=f"{TERNARY.name}, by way of 4 and 3 bits",
+    moq={**(TERNARY.moq or {}), **(ramp(4, 2, 0.5).moq or {})},
+)
+
 # Float first at the learning rate of float in both halves.
 SLOWER = replace(FINISHED_NO_DROPOUT, name=no_dropout(2).name, warm_times=1)
 
@@ -286,6 +306,8 @@ PLANS = {
     "searches": Plan((no_dropout(2, SEARCHED_MORE), no_dropout(2, SEARCHED_ONCE)), ("sst2", "cola"), (1, 2, 3)),
     "basic": Plan(tuple(replace(all_steps(bits), dropout=False) for bits in (2, 3, 4)), seeds=(3, 4, 5)),
     "finished": Plan((FINISHED_NO_DROPOUT,), seeds=(3, 4, 5)),
+    "hardened": Plan((HARDENED,), seeds=(3, 4, 5)),
+    "ternary": Plan((TERNARY, FALLING_TERNARY), ("sst2", "cola"), (3, 4, 5)),
     "relations": Plan((with_relations(FINISHED_NO_DROPOUT),), seeds=(3, 4, 5)),
     "relations, float first": Plan((with_relations(no_dropout(2)),), seeds=(1, 2)),
     # Rates that were ahead without dropout with seed 1.

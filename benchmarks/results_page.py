@@ -291,7 +291,11 @@ CHANGES = {
             at(FINISHED_ON_CPU._replace(arm=f"{FINISHED_NO_DROPOUT.arm}, relations"), 2),
             against=FINISHED_ON_CPU,
         ),
-        Change("hardened: blended in over the first half", at(same("hardened over the first half"), 2), TWO, FINISHED),
+        Change(
+            "hardened: blended in over the first half, no dropout",
+            at(FINISHED_ON_CPU._replace(arm=glue_plans.HARDENED.name), 2),
+            against=FINISHED_ON_CPU,
+        ),
         Change("learned steps (LSQ)", at(same("learned steps"), 2), TWO, FINISHED),
         Change(
             "ternary by way of 4 and 3 bits, against at once",
