@@ -280,13 +280,11 @@ def test_sensitive_blocks_drop_later(tmp_path: Path) -> None:
     assert logged and logged[0]["moq/eigenvalue/bert.encoder.layer.1"] == layers[1].eigenvalue
 
 
-@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 3}])
-def test_the_callback_measures_what_moq_trainer_measures(
-    tmp_path: Path, more: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_callback_measures_what_moq_trainer_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In accumulated steps; in others checkpoints go from one to the other in test_resume.py."""
     # The stock Trainer would multiply the gradients by the accumulation steps.
     monkeypatch.setattr(BertForSequenceClassification, "accepts_loss_kwargs", False, raising=False)
-    one, two = trained(stock(tmp_path, EIGEN, **more)), trained(moq(tmp_path, EIGEN, **more))
+    one, two = (trained(make(tmp_path, EIGEN, gradient_accumulation_steps=3)) for make in (stock, moq))
     assert factors(one) == factors(two)
     assert_same(weights(one), weights(two))
 
@@ -301,20 +299,19 @@ def test_measuring_changes_nothing_but_the_schedule(tmp_path: Path, monkeypatch:
         assert plain.optimizer.state_dict()["state"][0]["step"] == measured.optimizer.state_dict()["state"][0]["step"]
 
 
-@pytest.mark.parametrize("make", [stock, moq])
-def test_a_resumed_run_measures_the_same(make: Any, tmp_path: Path) -> None:
-    whole = trained(make(tmp_path / "whole", EIGEN, save_strategy="steps", save_steps=1))
+def test_a_resumed_run_measures_the_same(tmp_path: Path) -> None:
+    """Of a MoQTrainer such a run is in test_resume.py."""
+    whole = trained(stock(tmp_path / "whole", EIGEN, save_strategy="steps", save_steps=1))
     for at in (3, 4, 7):
-        resumed = make(tmp_path / f"from{at}", EIGEN)
+        resumed = stock(tmp_path / f"from{at}", EIGEN)
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{at}"))
         assert factors(resumed) == factors(whole)
         assert_same(weights(resumed), weights(whole))
 
 
-@pytest.mark.parametrize("more", [{"bf16": True}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}])
 @pytest.mark.parametrize("make", [stock, moq])
-def test_other_ways_of_training(make: Any, more: Any, tmp_path: Path) -> None:
-    trainer = trained(make(tmp_path, EIGEN, **more))
+def test_compiled_in_bfloat16(make: Any, tmp_path: Path) -> None:
+    trainer = trained(make(tmp_path, EIGEN, bf16=True, torch_compile=True, torch_compile_backend="aot_eager"))
     assert max(s.factor for s in callback_of(trainer).controller.history) == 5  # type: ignore[union-attr]
 
 
