@@ -27,7 +27,7 @@ from tiny_runs import (
     trainer_state,
     weights,
 )
-from transformers import Trainer, TrainerCallback, ViTConfig, ViTForImageClassification, set_seed
+from transformers import Trainer, TrainerCallback
 
 from moq_hf import (
     MoQCallback,
@@ -565,16 +565,6 @@ def test_a_checkpoint_made_without_moq_says_when_quantization_begins(
     assert trainer_state(trainer)["schedule"]["steps"] == 12
 
 
-def test_without_checkpoints_the_saved_state_is_that_of_the_end(tmp_path: Path) -> None:
-    for make in (stock, moq):
-        trainer = make(tmp_path / make.__name__)
-        trainer.train()
-        trainer.save_state()
-        state = json.loads((tmp_path / make.__name__ / "trainer_state.json").read_text(encoding="utf-8"))
-        attributes = state["stateful_callbacks"]["MoQCallback"]["attributes"]
-        assert attributes["saved"] == trainer_state(trainer) and attributes["saved_at"] == 16
-
-
 def test_checkpoints_go_from_one_trainer_to_the_other(tmp_path: Path) -> None:
     """With eigenvalues, for which the stock Trainer's callback listens to the model and the MoQTrainer's does not."""
     config = changed(eigenvalue=EIGENVALUES)
@@ -590,26 +580,3 @@ def test_checkpoints_go_from_one_trainer_to_the_other(tmp_path: Path) -> None:
         (callback,) = (c for c in resumed.callback_handler.callbacks if isinstance(c, MoQCallback))
         assert callback.trainer is (resumed if other is moq else None)
         assert (folder / "quantized").exists()
-
-
-def test_a_model_whose_files_have_other_names_resumes_to_the_same_weights(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    generator = torch.Generator().manual_seed(1)
-    pictures = torch.randn(32, 3, 8, 8, generator=generator)
-    data = [{"pixel_values": picture, "labels": row % 2} for row, picture in enumerate(pictures)]
-
-    def run(name: str, *callbacks: TrainerCallback) -> Trainer:
-        set_seed(7)
-        model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **sizes))
-        args = arguments(tmp_path / name, max_steps=12, **SAVING)
-        return Trainer(model, args, train_dataset=data, callbacks=[MoQCallback(CONFIG), *callbacks])
-
-    whole = run("whole")
-    whole.train()
-    run("part", Stop(5)).train()
-    delivered = load_file(tmp_path / "whole" / "quantized" / "model.safetensors")
-    assert "vit.encoder.layer.0.layernorm_before.weight" in delivered
-    assert "vit.layers.0.layernorm_before.weight" in weights(whole)
-    again = run("part")
-    again.train(resume_from_checkpoint=True)
-    assert_same(weights(again), weights(whole))
