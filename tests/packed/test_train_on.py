@@ -31,8 +31,8 @@ def experts() -> Any:
 
 FORMS: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "unpacked": (new_model, {}, "unpacked"),
-    "floats": (new_model, {}, "floats"),
     "tables": (new_model, {"quantize_embeddings": 8}, None),
+    # All of it floats on the grid.
     "convolutions": (resnet, {"quantize_convolutions": True}, None),
     "experts": (experts, {}, None),
 }
