@@ -321,9 +321,11 @@ def test_layer_num_0_is_all() -> None:
 
 def test_other_sections_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "moq_hf.config_reading"):
-        config = MoQConfig.from_dict(AROUND | {"quantize_training": BLOCK})
-    (message,) = caplog.messages
-    assert message.startswith("moq_hf: not of quantization, left to TrainingArguments: optimizer, ")
+        # A mapping need not be of JSON.
+        config = MoQConfig.from_dict({**AROUND, 7: "x", "quantize_training": BLOCK})
+    assert caplog.messages == [
+        "moq_hf: not of quantization, left to TrainingArguments: optimizer, gradient_clipping, fp16, 7"
+    ]
     assert config.from_deepspeed
     caplog.clear()
     with caplog.at_level(logging.INFO, "moq_hf.config_reading"):

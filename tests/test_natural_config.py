@@ -231,22 +231,6 @@ def test_a_run_that_no_schedule_fits_is_told() -> None:
         migrate({"fp16": {"enabled": True}}, 300)
 
 
-def test_sections_of_deepspeed_s_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    around = {
-        "fp16": {"enabled": True, "loss_scale": 0},
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": 1},
-        # A mapping need not be of JSON.
-        7: "x",
-    }
-    MoQConfig.from_dict({**around, "quantize_training": {"quantize_bits": {"target_bits": 8}}})
-    assert caplog.messages == [
-        "moq_hf: not of quantization, left to TrainingArguments: fp16, gradient_clipping, optimizer, "
-        "zero_optimization, 7"
-    ]
-
-
 # ---- layers that differ
 
 
@@ -293,13 +277,6 @@ def test_a_plan_says_what_has_no_effect() -> None:
     (note,) = plan(MoQConfig(bits=4, deadline=0.5, eigenvalue={"enabled": True}), 100).notes  # type: ignore[arg-type]
     assert "deadline and eigenvalue without effect" in note and "start_bits" in note
     assert "period 400, deadline" in str(plan(MoQConfig(bits=4, start_bits=8, period=400, deadline=1.0), 100))
-
-
-def test_a_run_says_what_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = {"bits": 4, "distillation": {"logits": 2.0}, "eigenvalue": {"max_iter": 10}}
-    trained(tmp_path, MoQConfig(**config))  # type: ignore[arg-type]
-    assert "distillation without effect" in caplog.text
-    assert "eigenvalue without effect: its enabled is false" in caplog.text
 
 
 def test_a_run_with_overrides_resumes(tmp_path: Path) -> None:
@@ -436,15 +413,6 @@ def test_all_experts_have_one_group_size() -> None:
         take_inventory(mixture(), MoQConfig.from_dict(config))
     config["overrides"] = {"*.down_proj": {"bits": 8}}
     assert take_inventory(mixture(), MoQConfig.from_dict(config)).experts
-
-
-# ---- what stays in float
-
-
-def test_names_are_left_in_float_beside_the_heads() -> None:
-    found = take_inventory(new_model(), MoQConfig(bits=4, modules_to_not_convert=("layer.0",)))
-    assert "classifier" in found.left_out and all(".layer.0." not in name for name in found.layers)
-    assert "classifier" in take_inventory(new_model(), MoQConfig(bits=4, heads=True)).layers
 
 
 # ---- tables
