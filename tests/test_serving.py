@@ -485,14 +485,6 @@ def test_a_left_out_layer_is_seen_in_the_files(tmp_path: Path) -> None:
     assert answers(found)["llama.cpp"] == "yes"
 
 
-def test_experts_by_the_names_of_transformers_5(tmp_path: Path) -> None:
-    model = hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=2)).eval()
-    found = written(tmp_path, model)
-    names = json.loads((tmp_path / "moq_state.json").read_text(encoding="utf-8"))["tensors"]
-    fused = any(name.endswith(".experts.gate_up_proj") for name in names)
-    assert (answers(found)["vllm"] == "no") == fused
-
-
 def test_a_damaged_config_is_an_error_that_names_the_key(tmp_path: Path) -> None:
     written(tmp_path, llama())
     path = tmp_path / "config.json"
