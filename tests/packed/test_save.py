@@ -380,13 +380,6 @@ def test_a_shard_index_points_nowhere_else(place: Any, edited: Path, monkeypatch
     assert opened == []
 
 
-def test_what_is_recorded_is_what_is_verified(tmp_path: Path) -> None:
-    with files_of("20KB"):
-        save_quantized(mixed(bert(), [8, 4, 12], config_of(8, quantize_embeddings=8)), tmp_path)
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    assert recorded(tmp_path) == verify_quantized(tmp_path)
-
-
 def test_any_value_changed_by_hand_is_one_error_or_none(tmp_path: Path) -> None:
     config = config_of(4, quantize_embeddings=4, quantize_schedule={"schedule_offset": 1})
     controller = MoQController(bert(blocks=1), MoQConfig.from_dict(config), 9)
@@ -543,23 +536,13 @@ def test_a_crafted_config_is_one_error(
     assert 2 in codes
 
 
-def test_a_model_that_differs_is_told(tmp_path: Path) -> None:
-    model = mixed(bert(), [8, 4], config_of(8))
-    save_quantized(model, tmp_path)
-    verify_quantized(tmp_path, hf.BertForSequenceClassification.from_pretrained(tmp_path))
-    with torch.no_grad():
-        model.bert.pooler.dense.weight[0, 0] += 1
-    with pytest.raises(MoQError, match=r"bert\.pooler\.dense\.weight differs from the model's"):
-        verify_quantized(tmp_path, model)
-
-
 def test_sharded(tmp_path: Path) -> None:
-    model = mixed(bert(), [8, 4, 3], config_of(8))
+    model = mixed(bert(), [8, 4, 12], config_of(8, quantize_embeddings=8))
     with files_of("20KB"):
         save_quantized(model, tmp_path)
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(shards) > 2
-    verify_quantized(tmp_path, model)
+    assert recorded(tmp_path) == verify_quantized(tmp_path, model)
     assert_loads(tmp_path, model)
     # Saved again in one piece: no shard of before is left to be loaded.
     save_quantized(model, tmp_path)
