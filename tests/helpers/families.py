@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 import support
 import torch
 import transformers as t
-from model_zoo import CONFIG, SIZES, STEPS, Stranger, arguments
+from model_zoo import CONFIG, SIZES, Outcome, Stranger, arguments, outcome_of
 from transformers import Trainer, set_seed
 
-from moq_hf import MoQCallback, verify_quantized
-from moq_hf.model.convert import quant_layers
+from moq_hf import MoQCallback
 from moq_hf.model.inventory import CONVOLUTIONS, LINEARS
-from moq_hf.weight_matrix import is_experts
 
 WORDS = 60
 TEXT = {**SIZES, "vocab_size": WORDS}
@@ -177,22 +175,10 @@ FAMILIES = {
 FAMILIES |= {f"{name}{WITH}": FAMILIES[name]._replace(convolutions=True) for name in ("Wav2Vec2", "Whisper")}
 
 
-class Outcome(NamedTuple):
-    """What became of one model."""
-
-    quantized: int
-    layers: int
-    share: float
-    layout: str
-    in_float: list[str]
-    losses: list[float]
-    proof: Any
-    reply: dict[str, Any]
-
-    def cells(self) -> list[str]:
-        """What its row in docs/reference/support.md has of it."""
-        heads = ", ".join(f"`{head}`" for head in self.in_float)
-        return [f"{self.quantized}/{self.layers}", f"{100 * self.share:.0f} %", heads, self.layout]
+def cells(found: Outcome) -> list[str]:
+    """What its row in docs/reference/support.md has of a family."""
+    heads = ", ".join(f"`{head}`" for head in found.in_float)
+    return [found.cell(), f"{100 * found.share:.0f} %", heads, found.layout]
 
 
 def served(name: str) -> list[str]:
@@ -216,25 +202,9 @@ def outcome(name: str, folder: Path, stranger: Stranger) -> Outcome:
     config = {**CONFIG, "quantize_groups": "per_channel", "quantize_convolutions": family.convolutions}
     callback = MoQCallback(config)
     trainer = Trainer(model, arguments(folder, remove_unused_columns=False), collate, rows, callbacks=[callback])
-    trainer.train()
-    saved = folder / "quantized"
-    found = verify_quantized(saved, model)
-    layers = quant_layers(model)
-    classes = LINEARS + (CONVOLUTIONS if family.convolutions else ())
-    every = [path for path, module in model.named_modules() if isinstance(module, classes)]
-    # Each parameter of experts is a layer too.
-    every += [path for path, layer in layers.items() if is_experts(layer.kind)]
     inputs = {key: tensor for key, tensor in batch.items() if torch.is_tensor(tensor)}
-    return Outcome(
-        len(layers),
-        len(every),
-        found.state["parameters"]["quantized"] / found.state["parameters"]["total"],
-        found.state["layout"],
-        [path for path in every if path not in layers],
-        [log["loss"] for log in trainer.state.log_history if "loss" in log][:STEPS],
-        found.proof,
-        stranger.load(saved, model, inputs, generate=True),
-    )
+    layers = LINEARS + (CONVOLUTIONS if family.convolutions else ())
+    return outcome_of(trainer, stranger, inputs, generate=True, classes=layers)
 
 
 def main() -> int:
@@ -244,7 +214,7 @@ def main() -> int:
     for name in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             found = outcome(name, Path(folder), stranger)
-        rows.append([name, *found.cells(), *served(name)])
+        rows.append([name, *cells(found), *served(name)])
         if found.reply.get("equal") is not True:
             bad += 1
             print(f"{name}: {found.reply}")

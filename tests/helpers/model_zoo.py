@@ -22,6 +22,7 @@ from torch import nn
 from moq_hf import MoQCallback, verify_quantized
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import LINEARS
+from moq_hf.weight_matrix import is_experts
 
 CONFIG: dict[str, Any] = {
     "quantize_bits": {"start_bits": 6, "target_bits": 4},
@@ -172,7 +173,7 @@ def arguments(folder: Path, kind: type[hf.TrainingArguments] = hf.TrainingArgume
 
 
 class Outcome(NamedTuple):
-    """What became of one model on one task."""
+    """What became of one model."""
 
     quantized: list[str]
     in_float: list[str]
@@ -182,7 +183,9 @@ class Outcome(NamedTuple):
     losses: list[float]
     unmoved: list[str]
     stored: set[str]
+    share: float
     layout: str
+    proof: Any
     reply: dict[str, Any]
 
     def faults(self) -> list[str]:
@@ -204,31 +207,43 @@ class Outcome(NamedTuple):
 
 def outcome(family: str, task: str, folder: Path, stranger: Stranger) -> Outcome:
     """Train with `MoQCallback` in a stock Trainer, and load what it saved in another process."""
-    model = new_model(family, task)
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    tied = tied_weights(model)
     seq2seq = task == "sequence to sequence"
     trainer = (hf.Seq2SeqTrainer if seq2seq else hf.Trainer)(
-        model=model,
+        model=new_model(family, task),
         args=arguments(folder, hf.Seq2SeqTrainingArguments if seq2seq else hf.TrainingArguments),
         train_dataset=rows_of(task),
         callbacks=[MoQCallback(CONFIG)],
     )
+    return outcome_of(trainer, stranger, inputs_of(task, trainer.model))
+
+
+def outcome_of(
+    trainer: Any, stranger: Stranger, inputs: dict[str, Any], generate: bool = False, classes: Any = LINEARS
+) -> Outcome:
+    """Train, and load what was delivered in a process without moq_hf; `classes` are those of layers."""
+    model = trainer.model
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    tied = tied_weights(model)
     trainer.train()
     layers = quant_layers(model)
-    saved = folder / "quantized"
+    saved = Path(trainer.args.output_dir, "quantized")
     found = verify_quantized(saved, model)
+    names = [name for name, module in model.named_modules() if isinstance(module, classes)]
+    # Each parameter of experts is a layer too.
+    weights = {name: name if is_experts(layer.kind) else f"{name}.weight" for name, layer in layers.items()}
     return Outcome(
         quantized=list(layers),
-        in_float=[name for name, module in model.named_modules() if isinstance(module, LINEARS) and name not in layers],
+        in_float=[name for name in names if name not in layers],
         tied=tied,
         tied_after=tied_weights(model),
         bits={layer.moq.bits for layer in layers.values()},
         losses=[log["loss"] for log in trainer.state.log_history if "loss" in log],
-        unmoved=[name for name in layers if torch.equal(before[f"{name}.weight"], layers[name].weight)],
+        unmoved=[name for name in layers if torch.equal(before[weights[name]], layers[name].float_weight)],
         stored={layer.stored for layer in found.layers.values()},
+        share=found.state["parameters"]["quantized"] / found.state["parameters"]["total"],
         layout=found.state["layout"],
-        reply=stranger.load(saved, model, inputs_of(task, model)),
+        proof=found.proof,
+        reply=stranger.load(saved, model, inputs, generate=generate),
     )
 
 
