@@ -1,5 +1,6 @@
 """Ways to train beside a stock Trainer on a stock model: Trainers of one's own, searches, PEFT, TRL, SetFit."""
 
+import contextlib
 import copy
 import json
 import sys
@@ -58,6 +59,10 @@ def test_generation_while_training(tmp_path: Path, stranger: Stranger) -> None:
     assert stranger.load(tmp_path / "quantized", model, inputs_of(task, model))["equal"]
 
 
+class Pruned(Exception):
+    """As a library that searches ends a trial."""
+
+
 class Trials(HyperParamSearchBackendBase):
     """Trains once for each learning rate; stands in for a library that searches."""
 
@@ -68,18 +73,19 @@ class Trials(HyperParamSearchBackendBase):
         return True
 
     def run(self, trainer: hf.Trainer, n_trials: int, direction: str, **kwargs: Any) -> BestRun:
-        for rate in (1e-3, 3e-3)[:n_trials]:
+        for rate in (1e-3, 2e-3, 3e-3)[:n_trials]:
             trainer.objective = None
             sys.modules["wandb"].run.id += 1
-            trainer.train(trial={"learning_rate": rate})
-        return BestRun("1", 0.0, {"learning_rate": rate})
+            with contextlib.suppress(Pruned):
+                trainer.train(trial={"learning_rate": rate})
+        return BestRun("2", 0.0, {"learning_rate": rate})
 
     def default_hp_space(self, trial: Any) -> Any:
         return trial
 
 
 class Diary(hf.TrainerCallback):
-    """Of each run: the model, its bits before the first step, and the learning rate."""
+    """Of each run: the model, its bits before the first step, and the learning rate. The second run is pruned."""
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
@@ -93,15 +99,20 @@ class Diary(hf.TrainerCallback):
             self.first_bits.append(bits_of(model))
             self.rates.append(args.learning_rate)
 
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # Before anything is at the target.
+        if len(self.models) == 2:
+            raise Pruned
+
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.last_bits.append(bits_of(model))
 
 
-def searching(folder: Path, kind: type[hf.Trainer] = hf.Trainer, **more: Any) -> tuple[hf.Trainer, Diary]:
+def searching(folder: Path, **more: Any) -> tuple[hf.Trainer, Diary]:
     diary = Diary()
-    trainer = kind(
+    trainer = hf.Trainer(
         model_init=lambda: new_model("BERT", TASK),
-        args=arguments(folder, eval_strategy="steps", eval_steps=STEPS, **more),
+        args=arguments(folder, eval_strategy="steps", eval_steps=2, **more),
         train_dataset=rows_of(TASK),
         eval_dataset=rows_of(TASK),
         callbacks=[MoQCallback(CONFIG), diary],
@@ -109,14 +120,7 @@ def searching(folder: Path, kind: type[hf.Trainer] = hf.Trainer, **more: Any) ->
     return trainer, diary
 
 
-def check_diary(diary: Diary, runs: int) -> None:
-    """Every run began with a float model of its own and ended at the target."""
-    assert len({id(model) for model in diary.models}) == runs
-    assert diary.first_bits == [{32}] * runs and diary.last_bits == [TARGET] * runs
-    assert len(set(diary.rates)) == runs
-
-
-def test_a_search_begins_each_trial_anew(
+def test_a_search_begins_each_trial_anew_and_a_pruned_one_leaves_nothing_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.WANDB, Trials)
@@ -127,53 +131,23 @@ def test_a_search_begins_each_trial_anew(
     library.run = SimpleNamespace(id=-1)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", library)
     trainer, diary = searching(tmp_path)
-    trainer.hyperparameter_search(backend="wandb", n_trials=2)
-    check_diary(diary, 2)
-    assert diary.rates == [1e-3, 3e-3]
-    # The plan is told once; then each trial has one line, which ends with a folder of its own.
+    trainer.hyperparameter_search(backend="wandb", n_trials=3)
+    # Each begins with a float model of its own.
+    assert len({id(model) for model in diary.models}) == 3 and diary.first_bits == [{32}] * 3
+    assert diary.rates == [1e-3, 2e-3, 3e-3] and diary.last_bits == [TARGET] * 2
+    # The plan is told once; then each trial that ends has one line, which ends with a folder of its own.
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("moq_hf")]
     assert [line.partition(":")[0] for line in told] == ["moq_hf", "moq_hf plan", "moq_hf", "moq_hf"]
-    for trial, line in enumerate(told[2:]):
+    for trial, line in zip((0, 2), told[2:], strict=True):
         folder = tmp_path / f"run-{trial}" / "quantized"
         assert line.startswith("moq_hf: All ") and line.endswith(f" MB, float 0.0851. In {folder}")
         assert json.loads((folder / "moq_state.json").read_text())["proof"]["agrees"] is True
         assert (folder.parent / "trainer_state.json").is_file()
-    assert not (tmp_path / "quantized").exists()
+    assert not (tmp_path / "quantized").exists() and not (tmp_path / "run-1" / "quantized").exists()
     # What one trial leaves behind is no part of the next: it is as if it had been the only one.
     alone, only = searching(tmp_path, learning_rate=3e-3)
     alone.train()
-    assert equal(only.models[0], diary.models[1], inputs_of(TASK, only.models[0]))
-
-
-@pytest.mark.parametrize("kind", [hf.Trainer, MoQTrainer])
-def test_a_search_by_optuna_delivers_each_trial_and_a_pruned_one_leaves_nothing_broken(
-    kind: type[hf.Trainer], tmp_path: Path
-) -> None:
-    optuna = pytest.importorskip("optuna")
-    trainer, diary = searching(tmp_path, kind)
-    trainer.args.eval_steps = 2
-
-    class Second(optuna.pruners.BasePruner):  # type: ignore[name-defined, misc]
-        """Ends the second trial at its first evaluation, before anything is at the target."""
-
-        def prune(self, study: Any, trial: Any) -> bool:
-            return bool(trial.number == 1)
-
-    best = trainer.hyperparameter_search(
-        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True)},
-        compute_objective=lambda metrics: metrics["eval_loss"],
-        n_trials=3,
-        sampler=optuna.samplers.RandomSampler(seed=0),
-        pruner=Second(),
-    )
-    assert best is not None and best.run_id in ("0", "2")
-    # Each begins in float; the second ends on its way.
-    assert diary.first_bits == [{32}] * 3 and [diary.last_bits[trial] for trial in (0, 2)] == [TARGET] * 2
-    assert TARGET != diary.last_bits[1] != {32}
-    for trial in range(3):
-        found = verify_quantized(tmp_path / f"run-{trial}" / "quantized", diary.models[trial])
-        assert found.proof is not None and found.proof.agrees
-    assert not (tmp_path / "quantized").exists()
+    assert equal(only.models[0], diary.models[2], inputs_of(TASK, only.models[0]))
 
 
 def left_in_float(model: nn.Module) -> list[str]:
