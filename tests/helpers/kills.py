@@ -28,16 +28,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tiny_runs
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_CALLBACKS
 
 from moq_hf import MoQCallback, MoQTrainer, last_checkpoint
@@ -111,16 +105,10 @@ class _Steps(TrainerCallback):
 
 
 def _trainer(case: Case, folder: Path) -> Trainer:
-    set_seed(7)
-    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    model = BertForSequenceClassification(BertConfig(vocab_size=60, max_position_embeddings=16, **shape))
-    ids = torch.randint(5, 60, (160, 10), generator=torch.Generator().manual_seed(1))
-    args = TrainingArguments(
-        str(folder), max_steps=STEPS, per_device_train_batch_size=4, learning_rate=1e-2, save_strategy="steps",
-        save_steps=case.save_steps, save_total_limit=case.limit, report_to="none", use_cpu=True, disable_tqdm=True,
-        dataloader_pin_memory=False, seed=3,
-    )  # fmt: skip
-    given = {"model": model, "args": args, "train_dataset": [{"input_ids": i, "labels": int(i[0] > 30)} for i in ids]}
+    args = tiny_runs.arguments(
+        folder, max_steps=STEPS, save_strategy="steps", save_steps=case.save_steps, save_total_limit=case.limit
+    )
+    given = {"model": tiny_runs.new_model(), "args": args, "train_dataset": tiny_runs.rows(160)}
     if case.trainer == "MoQTrainer":
         return MoQTrainer(**given, moq_config=CONFIGS[case.config])
     return Trainer(**given, callbacks=[MoQCallback(CONFIGS[case.config])])
@@ -128,27 +116,21 @@ def _trainer(case: Case, folder: Path) -> Trainer:
 
 def _command_line(case: Case, folder: Path) -> list[str]:
     """Arguments of the script; what they name is made beside the output folder."""
+    import tiny_glue
+
     beside = folder.parent / "script"
     if not beside.exists():
-        beside.mkdir()
-        words = ["the", "a", "cat", "dog", "sees", "likes", "big", "red", "runs", "sleeps"]
-        (beside / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
-        shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-        config = {"model_type": "bert", "vocab_size": 15, "max_position_embeddings": 16, **shape}
-        (beside / "config.json").write_text(json.dumps(config))
-        (beside / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
-        rng = random.Random(0)
-        rows = [{"sentence": " ".join(rng.choices(words, k=6)), "label": index % 2} for index in range(160)]
-        (beside / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tiny_glue.make_model(beside)
+        tiny_glue.write_rows(beside / "train.jsonl", tiny_glue.make_rows("cola", 160))
     moq = beside / f"{case.config}.json"
     moq.write_text(json.dumps(CONFIGS[case.config]))
     given = {
         "task_name": "cola", "config_name": beside, "train_file": beside / "train.jsonl", "moq_config": moq,
         "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "seed": 3,
         "save_strategy": "steps", "save_steps": case.save_steps, "use_cpu": "true", "disable_tqdm": "true",
+        "save_total_limit": case.limit,
     }  # fmt: skip
-    given |= {} if case.limit is None else {"save_total_limit": case.limit}
-    return [f"--{name}={value}" for name, value in given.items()] + ["--do_train"]
+    return [*tiny_glue.words_of(given), "--do_train"]
 
 
 def _train(case: Case, folder: Path, resume: bool, pipe: Connection) -> None:
