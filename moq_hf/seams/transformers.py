@@ -1,10 +1,11 @@
 """Everything private or undocumented that is used of transformers, and of the libraries that it trains and loads with.
 
 A public name is deprecated before it goes; these names are not. Each has its place
-here, which says what it relies on and what a user would see break, and a test of the
-same name. What cannot be called from here, methods that are overridden and what every
-forward pass needs, is listed in `tests/test_seams.py`. For a new version of a library:
-raise `CHECKED` there, run the test, mend in this module what fails.
+here, which says what it relies on and what a user would see break, and a test: of the
+same name in `tests/test_seams.py`, or in a file that `ELSEWHERE` names there. What
+cannot be called from here, methods that are overridden and what every forward pass
+needs, is listed there too. For a new version of a library: raise `CHECKED` there, run
+these tests, mend in this module what fails.
 
 Documented, and so not here: `base_model_prefix`, `loss_is_scaled_for_ga`,
 `step_was_skipped`, `save_original_format`, `Conv1D`, and of DTensor `device_mesh` and
