@@ -1,10 +1,12 @@
 """Several processes train what one does on the same global batch; processes that differ stop."""
 
+import functools
 import json
 import os
 import re
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import launched
@@ -92,19 +94,26 @@ def result(folder: Path, job: str) -> Any:
 
 
 @pytest.mark.parametrize("job", [job for job in JOBS if job.count("/") == 1])
-def test_two_processes_train_what_one_does(job: str, two_processes: Path, tmp_path: Path) -> None:
-    check_against_one(job, two_processes, tmp_path)
+def test_two_processes_train_what_one_does(job: str, two_processes: Path) -> None:
+    check_against_one(job, two_processes)
 
 
 @pytest.mark.parametrize("job", FOUR)
-def test_four_processes_train_what_one_does(job: str, four_processes: Path, tmp_path: Path) -> None:
-    check_against_one(job, four_processes, tmp_path)
+def test_four_processes_train_what_one_does(job: str, four_processes: Path) -> None:
+    check_against_one(job, four_processes)
 
 
-def check_against_one(job: str, folder: Path, own: Path) -> None:
+@functools.cache
+def alone(kind: str, case: str) -> dict[str, Any]:
+    """What one process comes to, for all jobs that are compared with it."""
+    with TemporaryDirectory() as folder:
+        return launched.run(Path(folder), kind, case)
+
+
+def check_against_one(job: str, folder: Path) -> None:
     """Bits, switches, weights and losses of a job are those that one process comes to."""
     kind, case = job.split("/")
-    many, one = result(folder, job), launched.run(own, "hand" if kind in launched.BY_HAND else "ddp", case)
+    many, one = result(folder, job), alone("hand" if kind in launched.BY_HAND else "ddp", case)
     assert many["bits"] == one["bits"]
     assert [switch[:4] for switch in many["history"]] == [switch[:4] for switch in one["history"]] != []
     for kind in ("weights", "quantized"):
