@@ -28,14 +28,14 @@ from tiny_runs import (
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from moq_hf import MoQCallback, MoQError, MoQTrainer, QuantLinear
+from moq_hf import MoQCallback, MoQError, MoQTrainer, QuantLinear, verify_quantized
 from moq_hf import quantizer as q
 from moq_hf.grid import Grid, RowBlocks
 from moq_hf.model.convert import quant_layers
 from moq_hf.training.measures import model_loss
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", ["nearest", "blend"])
 def test_a_stock_trainer_with_the_callback_is_a_moq_trainer(config: str, tmp_path: Path) -> None:
     assert_same(undisturbed(config), weights(trained(moq(tmp_path, CONFIGS[config]))))
 
@@ -74,7 +74,7 @@ def test_one_quantization_per_layer_and_forward_pass(
     assert len(calls) == layers
 
 
-@pytest.mark.parametrize(("make", "config"), [(stock, CONFIG), (moq, STOCHASTIC), (moq, BLEND)])
+@pytest.mark.parametrize(("make", "config"), [(stock, CONFIG), (moq, BLEND)])
 def test_a_resumed_run_is_an_uninterrupted_one(make: Any, config: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
     whole = weights(trained(make(tmp_path / "whole", config, **settings)))
@@ -205,16 +205,18 @@ def test_mixed_precision_quantizes_into_the_matmul_s_dtype(tmp_path: Path) -> No
 
 # Dynamo itself instantiates the autograd function that it traces (torch 2.13); drop this when it no longer does.
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
-def test_torch_compile_trains_the_same(tmp_path: Path) -> None:
+def test_torch_compile_trains_the_same_and_the_model_is_proven_on_the_data(tmp_path: Path) -> None:
     compiled = trained(stock(tmp_path, torch_compile=True, torch_compile_backend="eager"))
     a, b = weights(compiled), undisturbed("nearest")
     assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in b)
+    found = verify_quantized(tmp_path / "quantized", torch.compile(compiled.model, backend="eager"))
+    assert found.proof is not None and found.proof.agrees is True
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_trains_the_same(reentrant: bool, tmp_path: Path) -> None:
-    settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": reentrant}}
+def test_gradient_checkpointing_trains_the_same(tmp_path: Path) -> None:
+    """Of the other kind of recomputing, test_reading.py and test_copies.py have the passes."""
+    settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
     assert_same(weights(trained(moq(tmp_path, STOCHASTIC, **settings))), undisturbed("stochastic"))
 
 

@@ -20,7 +20,7 @@ CONFIG = {
     "quantize_algo": {"scale_refresh": 3, "range": "narrow"},
 }
 STOCHASTIC = {**CONFIG, "quantize_algo": {"scale_refresh": 3, "range": "narrow", "rounding": "stochastic"}}
-BLEND = {**CONFIG, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.3}}
+BLEND = {**STOCHASTIC, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.3}}
 CONFIGS = {"nearest": CONFIG, "stochastic": STOCHASTIC, "blend": BLEND}
 # Every layer is at its target from this step on.
 ARRIVAL = 2 + 8
