@@ -280,11 +280,12 @@ def test_no_family_drops_anything(family: str) -> None:
     assert len(losses()) == 1
 
 
-def test_weights_without_a_teacher_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    taught = {**CONFIG, "distillation": {"hidden": 2.0}}
+def test_what_has_no_effect_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    taught = {**CONFIG, "distillation": {"hidden": 2.0}, "eigenvalue": {"max_iter": 10}}
     new_trainer(tmp_path / "taught", taught, new_model(2), max_steps=1).train()
     assert "distillation without effect" not in caplog.text
     new_trainer(tmp_path / "alone", taught, max_steps=1).train()
+    assert "eigenvalue without effect: its enabled is false" in caplog.text
     assert "distillation without effect: it needs a MoQTrainer with a teacher, or float_first" in caplog.text
 
 
