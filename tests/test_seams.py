@@ -98,11 +98,11 @@ ELSEWHERE = {
     "test_quant_linear.py": ["is_transformed"],
     "test_shards.py": ["FSDP2", "is_offloaded"],
     "training/test_gptq.py": ["prepared_inputs"],
-    "training/test_lora.py": ["ADAPTED", "ORIGINAL", "active_lora", "has_adapter", "lora_fault"],
+    "training/test_lora.py": ["ADAPTED", "ORIGINAL", "TRAINED_COPIES", "active_lora", "has_adapter", "lora_fault"],
     "training/test_plan_in_training.py": ["add_notebook_column", "call_first", "is_reporter", "tell_of_saves"],
     "training/test_precision.py": ["loss_scale"],
     "training/test_resume.py": ["checkpoint_folder"],
-    "training/test_tasks.py": ["TRAINED_COPIES", "has_dora", "is_peft"],
+    "training/test_tasks.py": ["has_dora", "is_peft"],
 }
 
 
