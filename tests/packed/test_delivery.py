@@ -46,11 +46,11 @@ def state_of(folder: Path) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("kind", [hf.Trainer, MoQTrainer])
 def test_the_proof_is_on_the_screen_in_the_state_and_in_the_card(
-    kind: type[hf.Trainer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(bert(), tmp_path, kind)
+    """What a MoQTrainer prints is in test_plan_in_training.py."""
+    train(bert(), tmp_path)
     folder = tmp_path / "quantized"
     told = "Verified: loaded with plain transformers, the saved model gives identical outputs (4 examples)"
     out = capsys.readouterr()
@@ -63,21 +63,11 @@ def test_the_proof_is_on_the_screen_in_the_state_and_in_the_card(
     assert str(verify_quantized(folder).proof) == told
 
 
-def test_the_proof_can_be_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    callback = MoQCallback({**CONFIG, "prove": False})
-    hf.Trainer(bert(), arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[callback]).train()
-    assert state_of(tmp_path / "quantized")["proof"] is None
-    assert "Not verified: nothing was compared." in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("half", ["bf16", "whole model"])
-def test_half_precision_is_proven_too(half: str, tmp_path: Path) -> None:
-    model = bert()
-    model = model.to(torch.bfloat16) if half == "whole model" else model
-    train(model, tmp_path, bf16=half == "bf16")
+def test_half_precision_is_proven_too(tmp_path: Path) -> None:
+    """Of the whole model; autocast is in test_tied.py."""
+    train(bert().to(torch.bfloat16), tmp_path)
     proof = state_of(tmp_path / "quantized")["proof"]
-    assert (proof["agrees"], proof["largest_difference"]) == (True, 0.0)
-    assert proof["dtype"] == ("bfloat16" if half == "whole model" else None)
+    assert (proof["agrees"], proof["largest_difference"], proof["dtype"]) == (True, 0.0, "bfloat16")
 
 
 @pytest.mark.parametrize("made_in_it", [True, False])
@@ -110,14 +100,6 @@ def test_parts_of_a_model_may_have_attention_of_their_own(tmp_path: Path) -> Non
     batch = {"pixel_values": torch.randn(2, 3, 16, 16), "decoder_input_ids": torch.randint(2, 40, (2, 5))}
     save_quantized(model, tmp_path, inputs=batch)
     assert state_of(tmp_path)["proof"]["agrees"] is True and state_of(tmp_path)["layout"] == "unpacked"
-
-
-def test_a_compiled_model_is_proven_on_the_data(tmp_path: Path) -> None:
-    model = bert()
-    train(model, tmp_path, torch_compile=True, torch_compile_backend="eager")
-    assert state_of(tmp_path / "quantized")["proof"]["agrees"] is True
-    verify_quantized(tmp_path / "quantized", torch.compile(model, backend="eager"))
-    torch._dynamo.reset()
 
 
 def test_a_model_that_generates_must_generate_the_same(tmp_path: Path) -> None:
