@@ -6,7 +6,6 @@ Those without which other tests of the package fail at once are in `ELSEWHERE`.
 import ast
 import importlib
 import inspect
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from safetensors.torch import load_file
+from tiny_runs import stock, trained
 from torch import Tensor, nn
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
@@ -91,7 +91,7 @@ ELSEWHERE = {
     "packed/test_tied.py": ["tied_parameters"],
     "packed/test_train_on.py": ["packed_loader", "unpack"],
     "packed/test_versions.py": ["refuse_older"],
-    "test_callback.py": ["average_loss"],
+    "test_callback.py": ["CALLBACKS_KEY", "ExportableState", "average_loss"],
     "test_eigen.py": ["attention_of", "undo_mixed_precision"],
     "test_processes.py": ["CHECKPOINTED"],
     "test_quant_conv.py": ["convolve"],
@@ -101,7 +101,7 @@ ELSEWHERE = {
     "training/test_lora.py": ["ADAPTED", "ORIGINAL", "TRAINED_COPIES", "active_lora", "has_adapter", "lora_fault"],
     "training/test_plan_in_training.py": ["add_notebook_column", "call_first", "is_reporter", "tell_of_saves"],
     "training/test_precision.py": ["loss_scale"],
-    "training/test_resume.py": ["checkpoint_folder"],
+    "training/test_resume.py": ["callback_states", "checkpoint_folder"],
     "training/test_tasks.py": ["has_dora", "is_peft"],
 }
 
@@ -142,60 +142,6 @@ def test_every_seam_is_described_and_tested() -> None:
 # The Trainer.
 
 
-class Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def forward(self, x: Tensor, **kwargs: Any) -> dict[str, Tensor]:
-        return {"loss": self.layer(x).square().mean()}
-
-
-class Counter(hf.TrainerCallback, seams.ExportableState):
-    def __init__(self, start: int = 0) -> None:
-        self.start, self.count = start, 0
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {"start": self.start}, "attributes": {"count": self.count}}
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.count += 1
-
-
-def trainer_of(folder: Path, callback: hf.TrainerCallback | None = None, model: Any = None, **more: Any) -> hf.Trainer:
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": 1,
-        "max_steps": 2,
-        "learning_rate": 0.0,
-        "save_steps": 1,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        **more,
-    }
-    return hf.Trainer(
-        Tiny() if model is None else model,
-        hf.TrainingArguments(str(folder), **settings),
-        train_dataset=[{"x": torch.ones(2)}] * 8,
-        callbacks=[] if callback is None else [callback],
-    )
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> hf.Trainer:
-    """A run of two steps, saved at each and resumed after the first; with a `Counter`, restored from the checkpoint."""
-    folder = tmp_path_factory.mktemp("run")
-    trainer_of(folder, Counter(5)).train()
-    trainer = trainer_of(folder, Counter(9), restore_callback_states_from_checkpoint=True)
-    trainer.train(str(folder / "checkpoint-1"))
-    return trainer
-
-
-def the_counter(trainer: hf.Trainer) -> Counter:
-    return next(callback for callback in seams.callbacks_of(trainer) if isinstance(callback, Counter))
-
-
 def test_checked() -> None:
     installed = {name: metadata.version(name).split("+")[0] for name in CHECKED}
     assert {name: ".".join(version.split(".")[:2]) for name, version in installed.items()} == CHECKED
@@ -231,18 +177,6 @@ def test_in_place() -> None:
             pytest.fail(f"{path} is gone ({error}); {breaks}")
 
 
-def test_exportablestate(finished: hf.Trainer) -> None:
-    counter = the_counter(finished)
-    assert (counter.start, counter.count) == (5, 2)
-
-
-def test_callbacks_key(finished: hf.Trainer) -> None:
-    for step in (1, 2):
-        path = Path(finished.args.output_dir, f"checkpoint-{step}", "trainer_state.json")
-        saved = json.loads(path.read_text())[seams.CALLBACKS_KEY]["Counter"]
-        assert saved == {"args": {"start": 5}, "attributes": {"count": step}}
-
-
 def test_incomplete(tmp_path: Path) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError("the disk is full")
@@ -258,11 +192,6 @@ def test_incomplete(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoint-3").iterdir()] == [seams.INCOMPLETE]
 
 
-def test_callback_states(finished: hf.Trainer) -> None:
-    assert seams.callback_states(finished.state)["Counter"]["args"] == {"start": 5}
-    assert seams.callback_states(hf.TrainerState()) == {}
-
-
 def test_calling_trainer(tmp_path: Path) -> None:
     found = []
 
@@ -272,8 +201,7 @@ def test_calling_trainer(tmp_path: Path) -> None:
             with pytest.raises(moq_hf.MoQError, match="none calls it"):
                 seams.calling_trainer(hf.TrainerState())
 
-    trainer = trainer_of(tmp_path, Asks(), save_strategy="no")
-    trainer.train()
+    trainer = trained(stock(tmp_path, callbacks=[Asks()]))
     assert found == [trainer]
     with pytest.raises(moq_hf.MoQError, match="none calls it"):
         seams.calling_trainer(trainer.state)
