@@ -127,7 +127,6 @@ def generating(model: Any) -> Any:
 OTHERS: dict[str, tuple[Any, Callable[[], Any] | None]] = {
     "blend": (tiny_runs.BLEND, None),
     "activations": ({**CONFIG, "activation_quantization": {"enabled": True, "scale": "static"}}, None),
-    "eigenvalues": ({**CONFIG, "eigenvalue": {"enabled": True, "max_overhead": 1.0, "num_samples": 12}}, None),
     "budget": (
         {
             **CONFIG,

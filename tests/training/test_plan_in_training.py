@@ -292,8 +292,7 @@ def test_a_stock_trainer_says_that_it_saves_float_weights(tmp_path: Path, capsys
     assert "float weights" not in told and f"moq_hf: saved in {tmp_path / 'mine'}. Verified: " in told
 
 
-@pytest.mark.parametrize("make", [stock, moq])
-def test_the_callback_says_where_the_run_is(make: Any, tmp_path: Path) -> None:
+def test_the_callback_says_where_the_run_is(tmp_path: Path) -> None:
     callback = MoQCallback(CONFIG)
     assert (callback.bits, callback.mean_bits, callback.plan, callback.history, callback.delivered) == (
         {},
@@ -302,7 +301,7 @@ def test_the_callback_says_where_the_run_is(make: Any, tmp_path: Path) -> None:
         (),
         None,
     )
-    trainer = trained(make(tmp_path, {**CONFIG, "quantize_embeddings": 8}))
+    trainer = trained(moq(tmp_path, {**CONFIG, "quantize_embeddings": 8}))
     callback = callback_of(trainer)
     blocks = ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler.dense"]
     assert callback.bits == dict.fromkeys(blocks, 3) and callback.mean_bits == callback.controller.sizes.mean_bits < 12
