@@ -190,11 +190,7 @@ def test_deepspeed_s_tutorial_on_a_short_run_names_migrate(steps: int) -> None:
 @pytest.mark.parametrize("steps", [20, 60, 345, 9822])
 @pytest.mark.parametrize(
     "more",
-    [
-        {},
-        {"eigenvalue": {"enabled": True}},
-        {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.1}},
-    ],
+    [{}, {"eigenvalue": {"enabled": True}}, {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.1}}],
     ids=["plain", "eigenvalues", "blend"],
 )
 def test_migrate_writes_a_config_that_reaches_its_target(
@@ -356,10 +352,7 @@ def test_sensitive_blocks_with_overrides_are_measured() -> None:
             r"overrides.\*.bits: 16 would quantize nothing; name layers .* in modules_to_not_convert",
         ),
         ({"*": {"bits": 8}}, r"overrides.\*: means every layer; say it of all without overrides"),
-        (
-            {"query": {"group_size": 5}},
-            r"group_size 5 does not divide the weights of .*layer.\*.*features 16\) \(2\)",
-        ),
+        ({"query": {"group_size": 5}}, r"group_size 5 does not divide the weights of .*layer.\*.*features 16\) \(2\)"),
     ],
 )
 def test_wrong_overrides_are_told(overrides: Any, text: str) -> None:

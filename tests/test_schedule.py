@@ -22,13 +22,7 @@ def make(
     start: int, target: int, period: int | str, offset: float = 0, deadline: float | None = None, **more: Any
 ) -> MoQConfig:
     return MoQConfig(
-        bits=target,
-        start_bits=start,
-        period=period,
-        offset=offset,
-        deadline=deadline,
-        allow_unreached=True,
-        **more,
+        bits=target, start_bits=start, period=period, offset=offset, deadline=deadline, allow_unreached=True, **more
     )
 
 

@@ -98,14 +98,7 @@ def test_a_reason_says_what_is_served() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "refused"),
-    [
-        (8, {VLLM, SGLANG, GGUF}),
-        (16, {SGLANG, GGUF}),
-        (32, set()),
-        (256, {SGLANG}),
-        (None, set()),
-    ],
+    ("size", "refused"), [(8, {VLLM, SGLANG, GGUF}), (16, {SGLANG, GGUF}), (32, set()), (256, {SGLANG}), (None, set())]
 )
 def test_groups(size: int | None, refused: set[Server]) -> None:
     model = with_grid(group_size=size)

@@ -25,15 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moq_hf import MoQConfig, quantize_model, quantizer, triton_quant
-from moq_hf.grid import (
-    FP4,
-    Format,
-    Grid,
-    Grouping,
-    PerChannel,
-    PerGroup,
-    RowBlocks,
-)
+from moq_hf.grid import FP4, Format, Grid, Grouping, PerChannel, PerGroup, RowBlocks
 from moq_hf.layer_state import LayerState
 from moq_hf.quantizer import RoundingSeed
 from moq_hf.training.controller import MoQController

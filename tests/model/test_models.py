@@ -9,31 +9,14 @@ from typing import Any
 import pytest
 import support
 import torch
-from model_zoo import (
-    CASES,
-    CONFIG,
-    FAMILIES,
-    HEAD,
-    Stranger,
-    inputs_of,
-    new_model,
-    outcome,
-    served,
-)
+from model_zoo import CASES, CONFIG, FAMILIES, HEAD, Stranger, inputs_of, new_model, outcome, served
 from stranger import outputs_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2ForSequenceClassification, GPT2Model
 from transformers.pytorch_utils import Conv1D
 
-from moq_hf import (
-    MoQError,
-    dequantize_model,
-    quantize_model,
-    quantizer,
-    save_quantized,
-    verify_quantized,
-)
+from moq_hf import MoQError, dequantize_model, quantize_model, quantizer, save_quantized, verify_quantized
 from moq_hf.model.convert import check_finite, check_scales, quant_layers
 from moq_hf.packed.verify import stored_weights
 from moq_hf.quant_linear import QuantConv1D
@@ -72,11 +55,7 @@ GROUPINGS: list[dict[str, Any]] = [
     # As wide as the rows of some layers, half as wide as those of others.
     {"quantize_group_size": 32},
 ]
-ALGORITHMS: list[dict[str, Any]] = [
-    {"q_type": "symmetric"},
-    {"q_type": "asymmetric"},
-    {"rounding": "stochastic"},
-]
+ALGORITHMS: list[dict[str, Any]] = [{"q_type": "symmetric"}, {"q_type": "asymmetric"}, {"rounding": "stochastic"}]
 
 
 def config_of(bits: int, algorithm: dict[str, Any], grouping: dict[str, Any]) -> dict[str, Any]:

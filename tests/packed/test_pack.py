@@ -291,10 +291,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         edited("config.json", lambda c: c.update(num_hidden_layers=1)),
         'Unexpected key(s) in state_dict: "bert',
     ),
-    "more layers": (
-        edited("config.json", lambda c: c.update(num_hidden_layers=3)),
-        "Missing key(s) in state_dict",
-    ),
+    "more layers": (edited("config.json", lambda c: c.update(num_hidden_layers=3)), "Missing key(s) in state_dict"),
     "no weights": (without("model.safetensors"), "holds no weights"),
     "state of another step": (
         lambda folder: shutil.copy(folder / "state_at_16", folder / "trainer_state.json"),

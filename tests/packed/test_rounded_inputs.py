@@ -55,13 +55,7 @@ def delivered(folder: Path, family: str, task: str, config: Any, dtype: torch.dt
     ],
 )
 def test_folders_compute_with_rounded_inputs(
-    family: str,
-    task: str,
-    config: Any,
-    dtype: torch.dtype,
-    said: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    family: str, task: str, config: Any, dtype: torch.dtype, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And weights of half precision keep it with scales of it."""
     words, state = delivered(tmp_path, family, task, config, dtype)

@@ -183,10 +183,7 @@ def test_another_budget_after_the_choice_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_pace_goes_by_the_measure(tmp_path: Path) -> None:
-    settings = {
-        **config(4, start=6),
-        "eigenvalue": {"enabled": True, "max_overhead": 1.0, "num_samples": 8},
-    }
+    settings = {**config(4, start=6), "eigenvalue": {"enabled": True, "max_overhead": 1.0, "num_samples": 8}}
     controller = callback_of(trained(moq(tmp_path, settings))).controller
     assert controller is not None and controller.sensitivity is not None and controller.choice is None
     assert list(controller.blocks) == ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler.dense"]

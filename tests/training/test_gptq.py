@@ -54,8 +54,7 @@ def by_hand(weight: torch.Tensor, moment: torch.Tensor, bits: int, grid: Grid) -
 
 @pytest.mark.parametrize("grouping", [RowBlocks(3), PerChannel(), PerGroup(4)])
 @pytest.mark.parametrize(
-    ("bits", "more"),
-    [(3, {}), (4, {"full": True}), (3, {"symmetric": False}), (8, {"scale_dtype": "bfloat16"})],
+    ("bits", "more"), [(3, {}), (4, {"full": True}), (3, {"symmetric": False}), (8, {"scale_dtype": "bfloat16"})]
 )
 def test_columns_make_up_for_each_other(grouping: Grouping, bits: int, more: dict[str, Any]) -> None:
     grid = Grid(grouping=grouping, **more)

@@ -333,11 +333,7 @@ def test_no_adapter_is_delivered_with_a_path(tmp_path: Path) -> None:
 
 
 ERRORS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "dropout": (
-        "BERT",
-        {"lora_dropout": 0.1},
-        r"lora_dropout is 0\.1, .* set lora_dropout to 0 \(.*query\.base_layer",
-    ),
+    "dropout": ("BERT", {"lora_dropout": 0.1}, r"lora_dropout is 0\.1, .* set lora_dropout to 0 \(.*query\.base_layer"),
     "bias": ("BERT", {"lora_bias": True}, "lora_bias trains a second bias: set it to False"),
     "float": ("Llama", {"target_modules": ["q_proj", "lm_head"]}, "what stays in float: quantize it"),
     "aLoRA": ("Llama", {"target_modules": ["q_proj"], "alora_invocation_tokens": [5]}, "ALoraLinearVariant is neither"),

@@ -200,10 +200,7 @@ def test_a_drop_leaves_the_mean_of_the_loss_alone(tmp_path: Path) -> None:
             return loss
 
     trainer = Losses(
-        new_model(),
-        arguments(tmp_path, logging_steps=8),
-        train_dataset=rows(),
-        callbacks=[MoQCallback(CONFIG)],
+        new_model(), arguments(tmp_path, logging_steps=8), train_dataset=rows(), callbacks=[MoQCallback(CONFIG)]
     )
     trainer.train()
     logged = [log["loss"] for log in trainer.state.log_history if "loss" in log]

@@ -15,18 +15,7 @@ import torch
 from by_hand import WRONG, places
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tiny_runs import (
-    CONFIG,
-    Stop,
-    arguments,
-    assert_same,
-    moq,
-    new_model,
-    rows,
-    stock,
-    trainer_state,
-    weights,
-)
+from tiny_runs import CONFIG, Stop, arguments, assert_same, moq, new_model, rows, stock, trainer_state, weights
 from transformers import Trainer, TrainerCallback
 
 from moq_hf import (
@@ -319,10 +308,7 @@ def test_an_entry_changed_by_hand_is_told(run: Path, tmp_path: Path) -> None:
     for wrong, text in [
         (5, r"stateful_callbacks.MoQCallback must be a valid dictionary, not 5"),
         ({"args": {}}, r"stateful_callbacks.MoQCallback.attributes is missing"),
-        (
-            spoiled(entry, "attributes", "saved"),
-            r"MoQCallback.attributes.saved is missing",
-        ),
+        (spoiled(entry, "attributes", "saved"), r"MoQCallback.attributes.saved is missing"),
         (spoiled(entry, "attributes", value=[1]), r"MoQCallback.attributes must be a valid dictionary, not \[1\]"),
         (
             spoiled(entry, "attributes", "saved", "schedule", "steps", value="x"),

@@ -11,18 +11,7 @@ import pytest
 import tiny_runs
 import torch
 import transformers as hf
-from tiny_runs import (
-    CONFIG,
-    STOCHASTIC,
-    assert_same,
-    callback_of,
-    moq,
-    no_dropout,
-    rows,
-    stock,
-    trained,
-    weights,
-)
+from tiny_runs import CONFIG, STOCHASTIC, assert_same, callback_of, moq, no_dropout, rows, stock, trained, weights
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.utils import logging
