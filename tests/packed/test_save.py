@@ -416,7 +416,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_quantized(mixed(bert(blocks=1), [8, 4, 3, 2, 1, 12], config_of(8, quantize_embeddings=8)), folder)
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=LONG)])
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=LONG)])
 def test_damaged_bytes_are_noticed_and_none_is_a_crash(count: int, saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     generator = random.Random(0)
@@ -571,7 +571,7 @@ def save_again_and_again(folder: str, ready: Any) -> None:
                 save_quantized(model, folder)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=LONG)])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=LONG)])
 def test_a_killed_save_leaves_a_whole_model_or_none(kills: int, tmp_path: Path) -> None:
     whole = []
     for seed in (1, 2):
