@@ -191,16 +191,14 @@ def test_half_a_checkpoint_over_one_of_an_earlier_run_is_noticed(act: str, old: 
     assert last_checkpoint(tmp_path) is None
 
 
-@pytest.mark.parametrize("make", [stock, moq])
 def test_a_state_without_room_costs_the_report_alone(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(self: Any, path: str) -> None:
         raise OSError(28, "No space left on device", path)
 
     monkeypatch.setattr(hf.TrainerState, "save_to_json", full)
-    trainer = make(tmp_path, NEW, max_steps=2)
-    trainer.train()
+    moq(tmp_path, NEW, max_steps=2).train()
     assert bits_in(tmp_path / "quantized") == 4
     assert "moq-hf report will not find this run: [Errno 28] No space left" in caplog.text
     assert "nothing is delivered" not in caplog.text
