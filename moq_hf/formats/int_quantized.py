@@ -34,9 +34,11 @@ def unsaved_buffers(name: str, table: nn.Module) -> dict[str, Tensor]:
 
     compressed-tensors makes parameters of them, which transformers then misses in the files.
     """
+    saved = table.state_dict()
     return {
-        f"{name}.{buffer}": table.get_buffer(buffer).cpu()
-        for buffer in table._non_persistent_buffers_set
+        f"{name}.{buffer}": tensor.cpu()
+        for buffer, tensor in table.named_buffers(recurse=False)
+        if buffer not in saved
     }
 
 
