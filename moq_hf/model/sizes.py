@@ -1,6 +1,8 @@
 """How much of a model is quantized, at how many bits, and how large that makes it: of the whole model, always."""
 
+import contextlib
 import copy
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import explained
+from ..errors import MoQError, explained
 from ..formats import mxfp4
 from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
 from ..formats.table import FORMS, form_of
-from ..names import pretrained, without_fsdp, without_peft
+from ..names import plain_name, pretrained, without_fsdp, without_peft
 from ..processes import shape_of
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..quantizer import Quantized
@@ -82,6 +84,7 @@ class ModelSizes:
         owners: dict[int, QuantLayer] = {}
         for layer in layers.values():
             owners.setdefault(id(layer.weight), layer)
+        self._inventory = inventory
         self._weights: list[_Weight] = []
         others = self._others_bits = 0
         seen = set[int]()
@@ -140,8 +143,31 @@ class ModelSizes:
         others take their current bits, a byte in an embedding table, or all take as
         many bits as the largest, whichever is less; see `has_one_width`.
         """
-        size = min(self._saved(None), self._saved(self._widest))
+        own = self._saved(None)
+        if any(weight.is_table for weight in self._weights) and self.is_unpacked:
+            # Tables of more bits than the layers widen all codes, or stay floats.
+            layers = [weight for weight in self._weights if not weight.is_table]
+            width = _widest(layers)
+            own = sum(
+                weight.numbers * weight.full if weight.is_table else weight.saved(width)
+                for weight in self._weights
+            )
+        size = min(own, self._saved(_widest(self._weights)))
         return (self._others_bits + size) / 8e6
+
+    @functools.cached_property
+    def is_unpacked(self) -> bool:
+        """Whether transformers unpacks the model while loading, for which all codes in the file have one width."""
+        model = without_peft(self._inventory.model)
+        path = self._inventory.name_of(model)
+        packed = [
+            (plain_name(name, ()) or "").removeprefix(f"{path}.")
+            for name, module in self._inventory.layers.items()
+            if isinstance(module, nn.Linear)
+        ]
+        with contextlib.suppress(MoQError), torch.random.fork_rng(devices=[]):
+            return is_unpacked_while_loading(model, packed)
+        return False
 
     @property
     def has_one_width(self) -> bool:
@@ -150,15 +176,16 @@ class ModelSizes:
         Only a model that is unpacked while loading can have a table in fewer than 8
         bits, and then all codes have one width.
         """
-        return self._saved(self._widest) < self._saved(None)
+        return self._saved(_widest(self._weights)) < self._saved(None)
 
     def _saved(self, width: int | None) -> int:
         return sum(weight.saved(width) for weight in self._weights)
 
-    @property
-    def _widest(self) -> int:
-        bits = [weight.layer.moq.bits for weight in self._weights]
-        return max((b for b in bits if b <= MAX_PACKED_BITS), default=0)
+
+def _widest(weights: Iterable[_Weight]) -> int:
+    """The most bits of a code; 0 where there are none."""
+    bits = [weight.layer.moq.bits for weight in weights]
+    return max((b for b in bits if b <= MAX_PACKED_BITS), default=0)
 
 
 class FileSize:

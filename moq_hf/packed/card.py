@@ -91,7 +91,10 @@ def write_card(
     kind = loads_as(folder)
     data.library_name = "sentence-transformers" if kind else "transformers"
     data.pipeline_tag = data.pipeline_tag or PIPELINES.get(kind)
-    data.tags = list(dict.fromkeys([*TAGS, _format(found), *(data.tags or [])]))
+    # Without the controller of a run nothing says that the model was trained.
+    is_trained = found.state["step"] is not None
+    tags = TAGS if is_trained else TAGS[:1]
+    data.tags = list(dict.fromkeys([*tags, _format(found), *(data.tags or [])]))
     if data.base_model:
         data["base_model_relation"] = "finetune"
     data.metrics = list(measured) or None
@@ -114,7 +117,8 @@ def write_card(
     source = dataset.get("dataset_name") or dataset.get("dataset_type")
     sections = [
         f"# {data.model_name}",
-        f"Fine-tuned{origin}{f' on {source}' if source else ''} with Mixture-of-Quantization (moq_hf): {_made(found)}",
+        f"{'Fine-tuned' if is_trained else 'Quantized'}{origin}{f' on {source}' if source else ''} with "
+        f"{'Mixture-of-Quantization (moq_hf)' if is_trained else 'moq_hf'}: {_made(found)}",
         f"## Use\n\n{_loading(place, folder, found)}",
         _results(metrics, before, found.state),
         f"## Size\n\n{_sizes(found)}",
@@ -205,8 +209,9 @@ def _made(saved: Verification) -> str:
     if not all(has_codes(layer.stored) for layer in layers):
         stored += ", or floats on their grid; see the table"
     now, before = megabytes(saved.file_bytes), megabytes(saved.float_bytes)
+    how = "" if saved.state["step"] is None else " while it trained,"
     return (
-        f"the weights of its {' and '.join(what)} were quantized while it trained, to {' and '.join(bits)} bits. "
+        f"the weights of its {' and '.join(what)} were quantized{how} to {' and '.join(bits)} bits. "
         f"{saved.coverage()} are quantized, which makes {saved.mean_bits:.2f} bits per parameter over the whole model. "
         f"The quantized weights are {stored}: {now} instead of {before} in all."
         f"{_inputs(saved)}"

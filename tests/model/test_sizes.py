@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file
 from tiny_runs import over_the_model, stock, trained
 from torch import nn
 
@@ -202,3 +203,19 @@ def test_a_convolution_takes_what_it_takes_in_float() -> None:
     # As it is saved: the scale lies in moq_state.json.
     assert controller.sizes.mb == pytest.approx((288 * 4 + 64 / 2 + 4 + others * 4) / 1e6)
     assert controller.sizes.mean_bits == pytest.approx((352 * 4 + others * 32) / (352 + others))
+
+
+@pytest.mark.parametrize("tables", [8, 2])
+def test_tables_that_widen_all_codes_of_a_file_are_told_of_and_counted(tables: int, tmp_path: Path) -> None:
+    """ModernBERT is unpacked while loading, so that all codes are as wide as the widest."""
+    ends = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 1, "bos_token_id": 2, "eos_token_id": 1}
+    sizes = {key: WORDS[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    shape = {**sizes, **ends, "vocab_size": 900, "intermediate_size": 64}
+    model = hf.ModernBertForSequenceClassification(hf.ModernBertConfig(**shape)).eval()
+    bits = {"start_bits": 2, "target_bits": 2}
+    controller = controller_of(model, quantize_bits=bits, quantize_embeddings=tables, quantize_schedule={})
+    told = [note for note in controller.warnings() if "quantize_embeddings: 2 (embeddings=2)" in note]
+    assert len(told) == (tables == 8)
+    save_quantized(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors").values()
+    assert controller.sizes.mb == pytest.approx(sum(tensor.nbytes for tensor in tensors) / 1e6, rel=0.01)

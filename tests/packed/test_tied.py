@@ -301,5 +301,6 @@ def test_a_model_whose_table_alone_is_quantized_is_saved(tmp_path: Path, strange
     quantize_model(model, config_of(quantize_heads=True))
     save_quantized(model, tmp_path)
     assert loads(model, tmp_path, stranger)["equal"]
-    told = "the weights of its embedding tables were quantized while it trained, to 4 bits"
-    assert told in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert "Quantized with moq_hf: the weights of its embedding tables were quantized to 4 bits" in card
+    assert "quantization-aware-training" not in card
