@@ -400,7 +400,7 @@ def test_what_is_said_of_variations_on_a_gpu() -> None:
         leads.append(min(other[seed] - ours[seed] for seed in ours))
         if "there" in name or "quantized half" in name:
             assert max(abs(other[seed] - ours[seed]) for seed in ours) < 1.5
-    assert max(leads) < 1 and "no variation leads twice by more than a point" in text
+    assert max(leads) < 1 and "No variation leads twice by more than a point" in text
 
 
 def losses(name: str, by: str, way: str) -> dict[int, str]:
