@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from .. import serving, triton_quant
 from ..config import MoQConfig
@@ -109,6 +110,11 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
         notes.append(
             "quantize_convolutions: the packed format has no place for convolutions; these are saved as floats on the "
             f"grid, at full size, and are integers in the ONNX export: {shortened(convolutions, MOST_FAULTS)}"
+        )
+    if any(isinstance(layer, Conv1D) for layer in inventory.layers.values()):
+        notes.append(
+            "the packed format has no place for Conv1D layers, as GPT-2 has them: these are saved as floats on the "
+            "grid, at full size"
         )
     if convolutions and config.activations.enabled:
         notes.append(

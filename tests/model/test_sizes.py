@@ -219,3 +219,8 @@ def test_tables_that_widen_all_codes_of_a_file_are_told_of_and_counted(tables: i
     save_quantized(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors").values()
     assert controller.sizes.mb == pytest.approx(sum(tensor.nbytes for tensor in tensors) / 1e6, rel=0.01)
+
+
+def test_layers_that_no_file_packs_are_told_of_before_the_first_step() -> None:
+    told = [note for note in controller_of(gpt2()).warnings() if "no place for Conv1D layers" in note]
+    assert len(told) == 1 and not any("Conv1D" in note for note in controller_of(mixtral()).warnings())
