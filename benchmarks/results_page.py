@@ -214,16 +214,12 @@ def in_float32(ways: Ways) -> Ways:
 
 NO_DROPOUT_ON_CPU, HALF_DROPOUT_ON_CPU = in_float32(NO_DROPOUT), in_float32(HALF_DROPOUT)
 FINISHED_ON_CPU = in_float32(FINISHED_NO_DROPOUT)
+TERNARY = FINISHED_ON_CPU._replace(groups="per channel")
 
 
 def same(name: str) -> Ways:
     """A variation of the way from a finished float model."""
     return FINISHED._replace(arm=f"the same, {name}")
-
-
-def narrow(name: str) -> Ways:
-    """A way from a finished float model to 2 bits or 1 of narrow range."""
-    return FINISHED._replace(arm=name, groups="per channel, narrow")
 
 
 PRETRAINED, FALLING = old("basic QAT"), old("MoQ")
@@ -298,10 +294,10 @@ CHANGES = {
         ),
         Change("learned steps (LSQ)", at(same("learned steps"), 2), TWO, FINISHED),
         Change(
-            "ternary by way of 4 and 3 bits, against at once",
-            at(narrow("ternary by way of 4 and 3"), 2),
+            "ternary by way of 4 and 3 bits, against at once, no dropout",
+            at(TERNARY._replace(arm=glue_plans.FALLING_TERNARY.name), 2),
             TWO,
-            narrow("ternary at once"),
+            TERNARY,
         ),
     ),
     "basic QAT from the pretrained model": (
