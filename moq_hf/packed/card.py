@@ -118,7 +118,7 @@ def write_card(
     sections = [
         f"# {data.model_name}",
         f"{'Fine-tuned' if is_trained else 'Quantized'}{origin}{f' on {source}' if source else ''} with "
-        f"{'Mixture-of-Quantization (moq_hf)' if is_trained else 'moq_hf'}: {_made(found)}",
+        f"Mixture-of-Quantization (moq_hf): {_made(found)}",
         f"## Use\n\n{_loading(place, folder, found)}",
         _results(metrics, before, found.state),
         f"## Size\n\n{_sizes(found)}",

@@ -343,7 +343,11 @@ def test_the_path_of_a_teacher_stays_at_home(tmp_path: Path) -> None:
 def test_save_quantized_writes_a_card_and_spares_another_one(tmp_path: Path) -> None:
     model = quantize_model(bert(), FIXED)
     save_quantized(model, tmp_path)
-    assert "Mixture-of-Quantization" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "Quantized with Mixture-of-Quantization" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "README.md").write_text("Mixture-of-Quantization (moq_hf), of an earlier model", encoding="utf-8")
+    save_quantized(model, tmp_path)
+    # Its own card is written anew.
+    assert "of an earlier model" not in (tmp_path / "README.md").read_text(encoding="utf-8")
     assert not (tmp_path / "moq_bits.png").exists()
     (tmp_path / "README.md").write_text("my own words", encoding="utf-8")
     save_quantized(model, tmp_path)

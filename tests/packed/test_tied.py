@@ -302,5 +302,8 @@ def test_a_model_whose_table_alone_is_quantized_is_saved(tmp_path: Path, strange
     save_quantized(model, tmp_path)
     assert loads(model, tmp_path, stranger)["equal"]
     card = (tmp_path / "README.md").read_text()
-    assert "Quantized with moq_hf: the weights of its embedding tables were quantized to 4 bits" in card
+    assert (
+        "Quantized with Mixture-of-Quantization (moq_hf): the weights of its embedding tables were quantized to 4 bits"
+        in card
+    )
     assert "quantization-aware-training" not in card
