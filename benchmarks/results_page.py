@@ -217,11 +217,6 @@ FINISHED_ON_CPU = in_float32(FINISHED_NO_DROPOUT)
 TERNARY = FINISHED_ON_CPU._replace(groups="per channel")
 
 
-def same(name: str) -> Ways:
-    """A variation of the way from a finished float model."""
-    return FINISHED._replace(arm=f"the same, {name}")
-
-
 PRETRAINED, FALLING = old("basic QAT"), old("MoQ")
 CHANGES = {
     "the recipe with dropout in both halves": (
@@ -292,7 +287,7 @@ CHANGES = {
             at(FINISHED_ON_CPU._replace(arm=glue_plans.HARDENED.name), 2),
             against=FINISHED_ON_CPU,
         ),
-        Change("learned steps (LSQ)", at(same("learned steps"), 2), TWO, FINISHED),
+        Change("learned steps (LSQ)", at(FINISHED._replace(arm="the same, learned steps"), 2), TWO, FINISHED),
         Change(
             "ternary by way of 4 and 3 bits, against at once, no dropout",
             at(TERNARY._replace(arm=glue_plans.FALLING_TERNARY.name), 2),

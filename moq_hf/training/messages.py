@@ -96,12 +96,13 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
         notes.append(
             "quantizer_kernel: the Triton kernels need a CUDA device; plain PyTorch gives the same numbers"
         )
-    width = max(config.targets)
+    # A table has 2 bits or more.
+    width = max(2, *config.targets)
     if (inventory.table_bits or 0) > width and sizes.is_unpacked:
         notes.append(
-            f"transformers unpacks this model while loading, for which all codes in the file have the bits of the "
-            f"widest, {inventory.table_bits}, those of its embedding tables, or tables stay in float where that is "
-            f"smaller: quantize_embeddings: {width} (embeddings={width}) gives the layers their own bits"
+            f"all codes in the file of this model will be as wide as those of its embedding tables, "
+            f"{inventory.table_bits} bits, or the tables stay floats if that is smaller, since transformers unpacks it "
+            f"while loading; quantize_embeddings: {width} (embeddings={width}) keeps the layers' own bits"
         )
     convolutions = [
         name for name, layer in inventory.layers.items() if is_convolution(layer)
