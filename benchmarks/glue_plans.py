@@ -250,6 +250,7 @@ FALLING_TERNARY = replace(
 SLOWER = replace(FINISHED_NO_DROPOUT, name=no_dropout(2).name, warm_times=1)
 
 TRIED_ON_A_GPU = (1, 2)  # Seeds of the plan "gpu".
+THREE_RATES = (1e-4, 2e-4, 4e-4)
 PLANS = {
     # Float first, at equal total steps: grids, schedules, and what there is without a float phase.
     "recipes": Plan(
@@ -356,6 +357,26 @@ PLANS = {
             replace(all_steps(2), dropout=False),
         ),
         seeds=(6, 7, 8, 9, 10),
+        bf16=True,
+        gpu=True,
+    ),
+    # What a finished float model may be trained with.
+    "gpu finished": Plan(
+        (
+            replace(LONG, dropout=False),
+            *(FINISHED_NO_DROPOUT, HARDENED, with_relations(FINISHED_NO_DROPOUT), TERNARY, FALLING_TERNARY),
+        ),
+        seeds=(11, 12, 13, 14, 15),
+        bf16=True,
+        gpu=True,
+    ),
+    "gpu rates at 2 bits": Plan(
+        (
+            *(replace(FINISHED_NO_DROPOUT, learning_rate=rate) for rate in (5e-5, *THREE_RATES)),
+            *(replace(all_steps(2), dropout=False, learning_rate=rate) for rate in THREE_RATES),
+            *(replace(no_dropout(2), learning_rate=rate) for rate in THREE_RATES),
+        ),
+        seeds=(16,),
         bf16=True,
         gpu=True,
     ),

@@ -45,8 +45,7 @@ def lines_of(name: str) -> list[dict[str, Any]]:
 
 MOQ_HF = Ways("basic QAT, float first")
 # That model as start and teacher: half as many steps again.
-FINISHED = Ways("basic QAT from a finished float model", rates=LONG_RATES)
-FINISHED_32 = FINISHED._replace(groups="groups of 32, full")
+FINISHED_32 = Ways("basic QAT from a finished float model", "groups of 32, full", rates=LONG_RATES)
 # Float first with dropout in its float phase alone, and without any.
 HALF_DROPOUT = MOQ_HF._replace(dropout=False)
 NO_DROPOUT = Ways(glue_plans.no_dropout(2).name, dropout=False)
@@ -60,7 +59,7 @@ ALL, TWO, ONE = tuple(TASKS), ("sst2", "cola"), ("sst2",)
 SETS = {**{name: (task,) for task, name in TASKS.items()}, "all three": ALL}
 FRESH = glue_plans.PLANS["fresh"].seeds
 # No difference mixes a run on a GPU with one on a CPU.
-ON_A_GPU = (*glue_plans.TRIED_ON_A_GPU, *FRESH)
+ON_A_GPU = (*glue_plans.TRIED_ON_A_GPU, *FRESH, *glue_plans.PLANS["gpu finished"].seeds)
 
 
 def mean(values: Mapping[int, float]) -> float:
@@ -213,8 +212,12 @@ def in_float32(ways: Ways) -> Ways:
 
 
 NO_DROPOUT_ON_CPU, HALF_DROPOUT_ON_CPU = in_float32(NO_DROPOUT), in_float32(HALF_DROPOUT)
-FINISHED_ON_CPU = in_float32(FINISHED_NO_DROPOUT)
-TERNARY = FINISHED_ON_CPU._replace(groups="per channel")
+
+
+def from_finished(text: str, arm: str = FINISHED_NO_DROPOUT.arm, groups: str = "per channel, full") -> Change:
+    """A variation of what a finished float model is trained with, on GPUs and CPUs."""
+    ways = FINISHED_NO_DROPOUT._replace(arm=arm, groups=groups)
+    return Change(text, at(ways, 2), ALL, FINISHED_NO_DROPOUT, everywhere)
 
 
 PRETRAINED, FALLING = old("basic QAT"), old("MoQ")
@@ -230,7 +233,6 @@ CHANGES = {
         Change("bits by layer, chosen by divergence", at(Ways("3 bits on average by divergence, float first"), 3)),
         Change("bits by layer, chosen by trace", at(Ways("3 bits on average by trace, float first"), 3)),
         Change("the mean of the last quarter's weights", at(taught(", the mean of the last quarter's weights"), 2)),
-        Change("narrow ranges: ternary", at(taught(groups="per channel"), 2)),
         Change("groups of 64", at(taught(groups="groups of 64, full"), 2), TWO),
         Change("no dropout beside the teacher", at(HALF_DROPOUT_ON_CPU, 2), TWO, in_float32(MOQ_HF)),
     ),
@@ -275,25 +277,12 @@ CHANGES = {
     "a finished float model, rounded in groups of 32": (
         Change("half as many steps, with it as teacher", at(FINISHED_32, 3), against=ROUNDED_32),
     ),
-    "half as many steps from a finished float model, which is the teacher": (
-        Change("groups of 32", at(FINISHED_32, 2), against=FINISHED),
-        Change(
-            "the teacher's relations too, no dropout",
-            at(FINISHED_ON_CPU._replace(arm=f"{FINISHED_NO_DROPOUT.arm}, relations"), 2),
-            against=FINISHED_ON_CPU,
-        ),
-        Change(
-            "hardened: blended in over the first half, no dropout",
-            at(FINISHED_ON_CPU._replace(arm=glue_plans.HARDENED.name), 2),
-            against=FINISHED_ON_CPU,
-        ),
-        Change("learned steps (LSQ)", at(FINISHED._replace(arm="the same, learned steps"), 2), TWO, FINISHED),
-        Change(
-            "ternary by way of 4 and 3 bits, against at once, no dropout",
-            at(TERNARY._replace(arm=glue_plans.FALLING_TERNARY.name), 2),
-            TWO,
-            TERNARY,
-        ),
+    "half as many steps from a finished float model, which is the teacher, without dropout": (
+        from_finished("the teacher's relations too", f"{FINISHED_NO_DROPOUT.arm}, relations"),
+        from_finished("hardened: blended in over the first half", glue_plans.HARDENED.name),
+        from_finished("learned steps (LSQ)", f"{FINISHED_NO_DROPOUT.arm}, learned steps"),
+        from_finished("narrow ranges: ternary", groups="per channel"),
+        from_finished("that by way of 4 and 3 bits", glue_plans.FALLING_TERNARY.name, "per channel"),
     ),
     "basic QAT from the pretrained model": (
         Change("bits that fall from 8", at(FALLING, *BITS), against=PRETRAINED),
@@ -379,20 +368,31 @@ def gpu_kernels() -> list[list[Any]]:
         "2 bits ternary per channel": "moq_hf, 2 bits, narrow: ternary",
     }
     measured = {
-        what.split(", 85 M")[0]: value for what, value in gpu_figures("bandwidth", ": time over the floor").items()
+        what.split(", 85 M")[0]: value
+        for what, value in gpu_figures("bandwidth", ": time over the floor", "gpu_torchao").items()
     }
     return [["weights of BERT-base", "over a copy"], *([name, f"{measured[what]:.1f}"] for what, name in names.items())]
 
 
+STEPS_ON_A_GPU = ("gpu_steps", "gpu")  # The second machine has the slower processor.
+
+
 def gpu_steps() -> list[list[Any]]:
-    """Milliseconds of a step in float, and a quantized step over it."""
-    plain = gpu_figures("steps", ": a plain step", "gpu_steps")
+    """Milliseconds of a step in float, and a quantized step over it, on two machines."""
+    plain, ratios = (
+        [gpu_figures("steps", ending, name) for name in STEPS_ON_A_GPU]
+        for ending in (": a plain step", ": step over plain")
+    )
     found: list[list[Any]] = [["model, batch x tokens", "quantized", "float, ms", "step over float"]]
-    for what, ratio in gpu_figures("steps", ": step over plain", "gpu_steps").items():
-        (model,) = (name for name in plain if what.startswith(f"{name}, "))
+    for what in ratios[0]:
+        (model,) = (name for name in plain[0] if what.startswith(f"{name}, "))
         # The others are as these.
         if model not in ("BERT-base, 8 x 128", "BERT-base, 4 micro-batches"):
-            found.append([model, what.removeprefix(f"{model}, "), f"{plain[model]:.0f}", f"{ratio:.2f}"])
+            cells = (
+                "; ".join(f"{each[name]:{how}}" for each in both)
+                for both, name, how in ((plain, model, ".0f"), (ratios, what, ".2f"))
+            )
+            found.append([model, what.removeprefix(f"{model}, "), *cells])
     return found
 
 

@@ -167,7 +167,7 @@ def test_what_is_said_of_dropout_in_the_float_phase() -> None:
     told = f"with dropout, which ends at {lower}, moq_hf has {ends[0]}, {ends[1]} and {ends[2]} at 4, 3 and 2 bits."
     assert told in text and not is_noise(lower)
     basic = on_page_one(results_page.BASIC._replace(dropout=False), reference, 2)
-    assert f"Without it 2 bits end at {basic};" in text
+    assert f"Without it 2 bits end at {basic} (the best" in text
     four, three = basic_without_dropout_over_ours()
     assert f"4 and 3 bits are level with moq_hf (three other seeds, {four} and {three})." in text
     # What the tables have is the default.
@@ -348,17 +348,22 @@ def figures(section: str, name: str = "gpu") -> dict[str, Any]:
 
 
 def test_what_is_said_of_a_gpu() -> None:
-    text, steps = results_text("speed"), figures("steps", "gpu_steps")
-    plain = {rows: steps[f"BERT-base, {rows} x 128: a plain step"] for rows in (8, 32, 64)}
-    assert all(38 < each < 43 for each in plain.values()) and "takes about 40 ms at batch size 8 and at 64" in text
+    text, runs = results_text("speed"), [figures("steps", name) for name in results_page.STEPS_ON_A_GPU]
+    plain = [{rows: steps[f"BERT-base, {rows} x 128: a plain step"] for rows in (8, 32, 64)} for steps in runs]
+    for each, rounded in zip(plain, (40, 60), strict=True):
+        assert all(rounded - 3 < milliseconds < rounded + 5 for milliseconds in each.values())
+    assert "takes the same 40 ms, or 60 ms on the slower processor, at batch size 8 and at 64" in text
     llama = "Llama-1B, 4 x 1024, 4 bits per channel"
-    search = steps[f"{llama}: the same with its share of the search for clipping ratios"]
-    ratio = steps[f"{llama}: step over plain"]
-    assert f"Llama-1B is {100 * ratio - 100:.0f} % slower, {100 * search - 100:.0f} % with its share" in text
+    slower, searching = (
+        " to ".join(f"{100 * steps[f'{llama}: {what}'] - 100:.0f}" for steps in runs)
+        for what in ("step over plain", "the same with its share of the search for clipping ratios")
+    )
+    assert f"Llama-1B is {slower} % slower, {searching} % with its share" in text
     compiled = figures("torch.compile")["4 layers of BERT-base, compiled, bf16: step over plain"]
     assert f"Four layers of BERT-base, compiled: {compiled:.2f}." in text
-    assert steps["BERT-base, 32 x 128, 8 bits per channel: step over plain"] < 1.35 and "takes 1.3 times" in readme()
-    assert all(float(row[3]) > 1.02 for row in results_page.gpu_steps()[1:])
+    bert = [steps["BERT-base, 32 x 128, 8 bits per channel: step over plain"] for steps in runs]
+    assert [round(ratio, 1) for ratio in bert] == [1.3, 1.4] and "takes 1.3 to 1.4 times" in readme()
+    assert min(float(ratio) for row in results_page.gpu_steps()[1:] for ratio in row[3].split("; ")) > 1.02
     assert float(dict(results_page.gpu_kernels())["moq_hf, 8 bits per channel"]) > 1.5
     numbers = {what: value for what, value in figures("bit equality").items() if "the definition" in what}
     cases = sum(int(what.rsplit(" ", 1)[1]) for what in numbers)
@@ -368,25 +373,50 @@ def test_what_is_said_of_a_gpu() -> None:
     assert figures("resume")["resumed: weights bit-equal to those of the whole run"]
     assert figures("torch.compile")["graphs compiled afterwards"] == 0
     assert figures("delivery") == {"delivered = evaluated": True}
-    first, again = (figures("tests", name) for name in ("gpu", "gpu_tests"))
-    assert f"One of the {first['tests passed'] + 1} GPU tests failed" in text and first["tests failed"] == 1
-    assert again["tests failed"] == 0 and again["tests passed"] == first["tests passed"] + 1
-    devices = {result(name)["device"]["name"] for name in ("gpu", "gpu_steps", "gpu_tests")}
-    assert devices == {"NVIDIA H100 80GB HBM3"} and "that is fixed, and all of them pass." in text
+    tests = figures("tests")
+    assert tests["tests failed"] == tests["tests skipped"] == 0 and f"all {tests['tests passed']} GPU tests" in text
+    names = (*results_page.STEPS_ON_A_GPU, "gpu_torchao")
+    assert {result(name)["device"]["name"] for name in names} == {"NVIDIA H100 80GB HBM3"}
 
 
 def test_what_is_said_of_a_model_that_was_finished_in_float() -> None:
-    """Three seeds on CPUs; the other ways are those of as many steps as the float model has."""
-    ways = (results_page.FINISHED_NO_DROPOUT, results_page.FLOAT_NO_DROPOUT, results_page.NO_DROPOUT)
-    after, before, ours = (
-        report_study.average(results_page.ALL, results_page.in_float32(each), bits)
-        for each, bits in zip(ways, (2, 32, 2), strict=True)
-    )
-    assert len(after) == 3
-    lost, gained = report_study.paired(after, before), report_study.paired(after, ours)
-    told = f"end {lost.removeprefix('-')} points below it at 2 bits ({gained} against float first, three seeds)."
+    """Eight seeds; against float first, which is of as many steps as the float model has, three on CPUs."""
+    finished, reference = results_page.FINISHED_NO_DROPOUT, results_page.FLOAT_NO_DROPOUT
+    lost = gain(finished, reference, (2, 32), seeds=8).removeprefix("-")
+    gained = gain(finished, results_page.NO_DROPOUT, (2, 2), seeds=3)
+    told = f"end {lost} points below it at 2 bits (eight seeds; {gained} against float first, three seeds)."
     assert told in results_text("recipes") and is_noise(gained)
-    assert f"end {lost.removeprefix('-')} points below that model" in which_preset()
+    assert f"end {lost} points below that model" in which_preset()
+    at_once = glue_plans.TERNARY.name
+    ternary, falling = (
+        finished._replace(arm=name, groups="per channel") for name in (at_once, glue_plans.FALLING_TERNARY.name)
+    )
+    told = gain(falling, ternary, (2, 2), seeds=5).removeprefix("-")
+    assert f"**Lost**: ternary weights by way of 4 and 3 bits end {told} points below ternary at once." in results_text(
+        "recipes"
+    )
+
+
+def test_what_is_said_of_learning_rates_at_2_bits() -> None:
+    """One seed on a GPU."""
+    text, seed = results_text("recipes"), glue_plans.PLANS["gpu rates at 2 bits"].seeds[0]
+
+    def found(ways: report_study.Ways, task: str, rate: float) -> float:
+        ways = ways._replace(rates={task: rate}, gpu=True, dropout=False)
+        return report_study.scores(task, ways, 2)[seed]
+
+    basic = results_page.BASIC
+    own = [found(basic, task, glue_plans.RATES[task]) for task in results_page.ALL]
+    best = [max(found(basic, task, rate) for rate in glue_plans.THREE_RATES) for task in results_page.ALL]
+    assert f"the best of three rates gained {(sum(best) - sum(own)) / 3:.1f} with another seed" in text
+    for task in ("sst2", "mrpc"):
+        learned = {
+            line["learned"]: report_study.score(line["metrics"])
+            for line in report_study.lines()
+            if line["arm"].endswith("learned steps") and (line["task"], line["seed"]) == (task, seed)
+        }
+        assert learned.keys() == {2.5e-4, 1e-3, 4e-3} and max(learned.values()) - learned[1e-3] < 0.2
+    assert "LSQ's rate is 1e-3; with another seed 2.5e-4 and 4e-3 were no better." in text
 
 
 def test_what_is_said_of_variations_on_a_gpu() -> None:
