@@ -6,7 +6,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from .inputs import InputObserver
 from .processes import is_sharded
 from .quantizer import RoundingSeed
 from .schedule import FLOAT_BITS
-from .seams.transformers import is_exporting, is_transformed
+from .seams.transformers import is_exporting, is_transformed, is_watched
 from .weight_matrix import Kind, from_rows, parameter_of, to_rows
 
 # Every call of a module runs this code, whatever the module's class is.
@@ -30,7 +29,7 @@ _FORWARD = ("forward", "compute_loss", "prediction_step")
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The quantized weight, with the float weight's gradient.
+    """The quantized weight, with the float weight's gradient, where PyTorch traces or transforms what is computed.
 
     Differentiable twice, and by torch.func's grad and vjp. A forward-mode rule would
     keep Dynamo from tracing it.
@@ -51,19 +50,20 @@ class _StraightThrough(torch.autograd.Function):
         return grad[0].to(ctx.dtype), None
 
 
-# What Function.apply does where no transform of torch.func is active, without binding
-# arguments to a signature, which takes as long as all the rest.
-_apply = super(torch.autograd.Function, _StraightThrough).apply
-
-
 def straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
     """The quantized weight, whose gradient is that of the float weight."""
     if is_exporting() and torch.is_grad_enabled():
         # Of a Function torch.export keeps what it computes, and not its gradient.
         return quantized + (weight - weight.detach()).to(quantized.dtype)
-    plain = not torch.compiler.is_compiling() and not is_transformed()
-    apply = _apply if plain else _StraightThrough.apply
-    return cast(Tensor, apply(weight, quantized))  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling() or is_transformed() or is_watched(weight):
+        return cast(Tensor, _StraightThrough.apply(weight, quantized))  # type: ignore[no-untyped-call]
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return quantized
+    # The weight's node of autograd, with other values: a Function would call Python in
+    # each backward pass, and launches from Python are what bounds a step on a GPU.
+    result = weight.view_as(weight)
+    result.data = quantized
+    return result
 
 
 def in_forward() -> bool:
@@ -241,26 +241,25 @@ class LayerState:
             dtype: Of the result.
         """
         self.handed_dtype = weight.dtype if self.handed_over else None
-        with torch.no_grad():
-            matrix = to_rows(weight.detach(), self.kind)
-            fake_quantize: Any = quantizer.fake_quantize_with_scale
-            if self.config.kernel is not False:
-                fake_quantize = partial(
-                    triton_quant.fake_quantize_with_scale,
-                    levels=self.levels[weight.device],
-                )
-            values, scale = fake_quantize(
-                matrix,
-                self.bits,
-                self.grid,
-                ratio=self.ratio,
-                seed=self.seed,
-                blend=self.blend,
-                dtype=dtype,
-            )
-            # What is traced has no values that could be looked at afterwards.
-            self.scale = None if is_exporting() else scale
-            return from_rows(values, self.kind, weight.shape).contiguous()
+        fake_quantize, how = quantizer.fake_quantize_with_scale, {}
+        if self.config.kernel is not False:
+            fake_quantize = triton_quant.fake_quantize_with_scale
+            how["levels"] = self.levels[weight.device]
+        values, scale = fake_quantize(
+            to_rows(weight.detach(), self.kind),
+            self.bits,
+            self.grid,
+            ratio=self.ratio,
+            seed=self.seed,
+            blend=self.blend,
+            dtype=dtype,
+            **how,
+        )
+        # What is traced has no values that could be looked at afterwards.
+        self.scale = None if is_exporting() else scale
+        if self.kind != "linear":
+            values = from_rows(values, self.kind, weight.shape)
+        return values.contiguous()
 
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Give the quantized weight, kept from one pass to the next while nothing has changed that it was made of.

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 from transformers import BertForSequenceClassification
 from transformers.pytorch_utils import Conv1D
@@ -102,6 +103,20 @@ def test_is_differentiable_twice_and_by_torch_func() -> None:
     assert torch.allclose(torch.autograd.functional.hvp(quantized_loss, layer.weight.detach(), vector)[1], exact)
     by_func = torch.func.vjp(torch.func.grad(quantized_loss), layer.weight.detach())[1](vector)[0]
     assert torch.allclose(by_func, exact)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("trace", [torch.jit.trace, lambda model, x: make_fx(model)(x)])
+def test_what_is_traced_is_quantized(trace: Any) -> None:
+    model, x = quantize_model(net(), CONFIG), torch.randn(5, 8)
+    traced = trace(model, x)
+    assert torch.equal(traced(2 * x), model(2 * x))
+
+
+def test_a_backward_pass_calls_no_python() -> None:
+    """A Function's would, once for each layer."""
+    weight = layer_of(quantize_model(net(), CONFIG)).quantized_weight()
+    assert weight.grad_fn is not None and weight.grad_fn.name() == "ViewBackward0"
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Named])

@@ -681,6 +681,19 @@ def is_transformed() -> bool:
     )
 
 
+def is_watched(tensor: Tensor) -> bool:
+    """Whether something sees each operation on a tensor: `torch.jit.trace`, a mode as that of `make_fx`, its own class.
+
+    Relies on: `torch._C._get_tracing_state` and `torch._C._len_torch_dispatch_stack`.
+    Breaks: What is traced would multiply with float weights.
+    """
+    return (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
 def is_exporting() -> bool:
     """Whether torch.export traces. Up to PyTorch 2.12 `torch.compiler.is_exporting` says so of torch.compile, too.
 
