@@ -1,4 +1,4 @@
-"""The command line: `moq-hf COMMAND`, or `python -m moq_hf.cli COMMAND`."""
+"""The command line: `moq-hf COMMAND`, or `python -m moq_hf COMMAND`."""
 
 import argparse
 import json
@@ -364,7 +364,3 @@ _COMMANDS: dict[str, tuple[Callable[[Any], None], Callable[..., None], str, str]
         "OpenVINO beside PyTorch, and say which file to deploy here.",
     ),
 }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

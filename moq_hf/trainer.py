@@ -187,14 +187,14 @@ class MoQTrainer(Trainer):
                 "the MoQCallback of this MoQTrainer was removed: its model would train on at the bits that it has now, "
                 "and nothing would be delivered; leave the callback in, or train a float model in another Trainer"
             )
-        packed = is_packed(self._student)
-        if self.moq is None and (packed or is_quantized(self._student)):
-            logger.warning(
-                "moq_hf: without moq_config %s: call moq_hf.dequantize_model(model) first to train in float",
-                "the quantized weights of a packed checkpoint do not train"
-                if packed
-                else "the model trains at the bits that it has",
-            )
+        if self.moq is None:
+            first = "call moq_hf.dequantize_model(model) first to train in float"
+            found = "the model trains in float"
+            if is_packed(self._student):
+                found = f"the quantized weights of a packed checkpoint do not train: {first}"
+            elif is_quantized(self._student):
+                found = f"the model trains at the bits that it has: {first}"
+            logger.warning("moq_hf: without moq_config %s", found)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:

@@ -35,7 +35,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_closed_pipe_ends_quietly() -> None:
-    command = f"{sys.executable} -m moq_hf.cli plan configs/moq.json --max_steps 345"
+    command = f"{sys.executable} -m moq_hf plan configs/moq.json --max_steps 345"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command} | true"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

@@ -118,7 +118,7 @@ def to_gguf(args: argparse.Namespace, packed: Path) -> str:
     if importlib.util.find_spec("gguf") is None:
         return "GGUF: left out, since the package gguf is not installed"
     out = args.output_dir / "model-q4_0.gguf"
-    export = [sys.executable, "-m", "moq_hf.cli", "export", packed, "--to", "gguf", out]
+    export = [sys.executable, "-m", "moq_hf", "export", packed, "--to", "gguf", out]
     # The converter makes the frame of the file, and the export puts the trained integers into it.
     subprocess.run([str(word) for word in [*export, "--converter", args.converter]], check=True)
     return f"GGUF: {out}, {out.stat().st_size / 1e6:.2f} MB"
