@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 from transformers import BertForSequenceClassification
@@ -111,6 +112,14 @@ def test_what_is_traced_is_quantized(trace: Any) -> None:
     model, x = quantize_model(net(), CONFIG), torch.randn(5, 8)
     traced = trace(model, x)
     assert torch.equal(traced(2 * x), model(2 * x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_forward_mode_is_an_error() -> None:
+    layer = layer_of(quantize_model(net(), CONFIG))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        weight = forward_ad.make_dual(layer.weight.detach(), torch.ones(16, 8))
+        torch.func.functional_call(layer, {"weight": weight}, torch.randn(5, 8))
 
 
 def test_a_backward_pass_calls_no_python() -> None:
