@@ -134,9 +134,11 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         )
     state = _read_state(directory)
     if state is None:
+        way_out = "call trainer.save_state() after training, or let the Trainer save checkpoints"
+        if (directory / STATE_NAME).is_file():
+            way_out = "it is what a run delivered; give the output_dir of the run"
         raise MoQError(
-            f"{directory} has no trainer_state.json, nor has a checkpoint in it: call trainer.save_state() after "
-            "training, or let the Trainer save checkpoints"
+            f"{directory} has no trainer_state.json, nor has a checkpoint in it: {way_out}"
         )
     log = state.log_history
     entry = entry_of_moq(state.stateful_callbacks)

@@ -40,6 +40,7 @@ from .files import (
     new_path,
 )
 from .save import SaveOptions, deliver
+from .state import STATE_NAME
 
 _SHARDS = f"{FSDP_MODEL}_0"
 
@@ -71,6 +72,10 @@ def pack_checkpoint(
     folder = Path(checkpoint)
     target = Path(out)
     new_path(out)
+    if (folder / STATE_NAME).is_file():
+        raise MoQError(
+            f"cannot pack {folder}: it is what a run delivered; give a checkpoint of the run"
+        )
     fault = fault_of(folder)
     if fault is not None:
         raise MoQError(f"cannot pack {folder}: it is not a whole checkpoint ({fault})")

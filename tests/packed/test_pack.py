@@ -262,6 +262,7 @@ def other_shards(folder: Path) -> None:
 
 NOT_THOSE = "is not the file that was saved with its trainer_state.json"
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a delivered model": (replaced("moq_state.json", "{}"), "it is what a run delivered; give a checkpoint"),
     "no folder": (shutil.rmtree, "not a whole checkpoint (there is no such folder)"),
     "no state": (without("trainer_state.json"), "not a whole checkpoint (trainer_state.json is missing)"),
     "cut off": (cut("model.safetensors"), "not a whole checkpoint (model.safetensors is damaged)"),
