@@ -280,7 +280,7 @@ CHANGES = {
     "half as many steps from a finished float model, which is the teacher, without dropout": (
         from_finished("the teacher's relations too", f"{FINISHED_NO_DROPOUT.arm}, relations"),
         from_finished("hardened: blended in over the first half", glue_plans.HARDENED.name),
-        from_finished("learned steps (LSQ)", f"{FINISHED_NO_DROPOUT.arm}, learned steps"),
+        from_finished("learned steps (LSQ) at 1e-3, of three rates", f"{FINISHED_NO_DROPOUT.arm}, learned steps"),
         from_finished("narrow ranges: ternary", groups="per channel"),
         from_finished("that by way of 4 and 3 bits", glue_plans.FALLING_TERNARY.name, "per channel"),
     ),
