@@ -231,7 +231,6 @@ CHANGES = {
             {bits: Ways(f"MoQ {start} by 0.3, float first") for bits, start in ((4, 8), (3, 8), (2, 4))},
         ),
         Change("bits by layer, chosen by divergence", at(Ways("3 bits on average by divergence, float first"), 3)),
-        Change("bits by layer, chosen by trace", at(Ways("3 bits on average by trace, float first"), 3)),
         Change("the mean of the last quarter's weights", at(taught(", the mean of the last quarter's weights"), 2)),
         Change("groups of 64", at(taught(groups="groups of 64, full"), 2), TWO),
         Change("no dropout beside the teacher", at(HALF_DROPOUT_ON_CPU, 2), TWO, in_float32(MOQ_HF)),
@@ -280,9 +279,9 @@ CHANGES = {
     "half as many steps from a finished float model, which is the teacher, without dropout": (
         from_finished("the teacher's relations too", f"{FINISHED_NO_DROPOUT.arm}, relations"),
         from_finished("hardened: blended in over the first half", glue_plans.HARDENED.name),
-        from_finished("learned steps (LSQ) at 1e-3, of three rates", f"{FINISHED_NO_DROPOUT.arm}, learned steps"),
+        from_finished("learned steps (LSQ), their rate 1e-3 of three", f"{FINISHED_NO_DROPOUT.arm}, learned steps"),
         from_finished("narrow ranges: ternary", groups="per channel"),
-        from_finished("that by way of 4 and 3 bits", glue_plans.FALLING_TERNARY.name, "per channel"),
+        from_finished("ternary by way of 4 and 3 bits", glue_plans.FALLING_TERNARY.name, "per channel"),
     ),
     "basic QAT from the pretrained model": (
         Change("bits that fall from 8", at(FALLING, *BITS), against=PRETRAINED),

@@ -20,7 +20,7 @@ from .inputs import InputObserver
 from .processes import is_sharded
 from .quantizer import RoundingSeed
 from .schedule import FLOAT_BITS
-from .seams.transformers import is_exporting, is_transformed, is_watched
+from .seams.transformers import is_exporting, is_transformed
 from .weight_matrix import Kind, from_rows, parameter_of, to_rows
 
 # Every call of a module runs this code, whatever the module's class is.
@@ -29,7 +29,7 @@ _FORWARD = ("forward", "compute_loss", "prediction_step")
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The quantized weight, with the float weight's gradient, where PyTorch traces or transforms what is computed.
+    """The quantized weight, with the float weight's gradient.
 
     Differentiable twice, and by torch.func's grad and vjp. A forward-mode rule would
     keep Dynamo from tracing it.
@@ -50,20 +50,19 @@ class _StraightThrough(torch.autograd.Function):
         return grad[0].to(ctx.dtype), None
 
 
+# What Function.apply does where no transform of torch.func is active, without binding
+# arguments to a signature, which takes as long as all the rest.
+_apply = super(torch.autograd.Function, _StraightThrough).apply
+
+
 def straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
     """The quantized weight, whose gradient is that of the float weight."""
     if is_exporting() and torch.is_grad_enabled():
         # Of a Function torch.export keeps what it computes, and not its gradient.
         return quantized + (weight - weight.detach()).to(quantized.dtype)
-    if torch.compiler.is_compiling() or is_transformed() or is_watched(weight):
-        return cast(Tensor, _StraightThrough.apply(weight, quantized))  # type: ignore[no-untyped-call]
-    if not (torch.is_grad_enabled() and weight.requires_grad):
-        return quantized
-    # The weight's node of autograd, with other values: a Function would call Python in
-    # each backward pass, and launches from Python are what bounds a step on a GPU.
-    result = weight.view_as(weight)
-    result.data = quantized
-    return result
+    plain = not torch.compiler.is_compiling() and not is_transformed()
+    apply = _apply if plain else _StraightThrough.apply
+    return cast(Tensor, apply(weight, quantized))  # type: ignore[no-untyped-call]
 
 
 def in_forward() -> bool:

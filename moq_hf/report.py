@@ -136,7 +136,9 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
     if state is None:
         way_out = "call trainer.save_state() after training, or let the Trainer save checkpoints"
         if (directory / STATE_NAME).is_file():
-            way_out = "it is what a run delivered; give the output_dir of the run"
+            way_out += (
+                "; if this is what a run delivered, give the output_dir of the run"
+            )
         raise MoQError(
             f"{directory} has no trainer_state.json, nor has a checkpoint in it: {way_out}"
         )

@@ -189,7 +189,7 @@ class MoQTrainer(Trainer):
             )
         if self.moq is None:
             first = "call moq_hf.dequantize_model(model) first to train in float"
-            found = "the model trains in float"
+            found = "this MoQTrainer quantizes nothing"
             if is_packed(self._student):
                 found = f"the quantized weights of a packed checkpoint do not train: {first}"
             elif is_quantized(self._student):

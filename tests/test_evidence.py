@@ -202,11 +202,13 @@ def test_what_is_said_of_other_tasks() -> None:
     assert all(is_noise(lead_of(arm, longer, "spans", 2, grid)) for arm in ("basic QAT", "float first, basic QAT"))
     ours = "float first, no dropout"
     found = results_page.f1_of("spans", ours, 2).values()
-    told = f"On questions its seeds lie too far apart, from {min(found):.1f} to {max(found):.1f}, to lead basic QAT or"
-    leads = lead_of(ours, "basic QAT", "spans", 2), lead_of(ours, longer, "spans", 2, grid)
-    assert all(map(is_noise, leads)) and f"{told} rounding ({leads[0]} and {leads[1]})" in text
-    assert "on question answering three seeds lie too far apart to tell." in readme()
-    assert "on question answering three seeds lie too far apart to tell." in which_preset()
+    told = f"On questions its three seeds range from {min(found):.1f} to {max(found):.1f}, and show no lead over basic"
+    others = (("basic QAT",), (longer, grid), ("basic QAT, no dropout",))
+    leads = [lead_of(ours, other, "spans", 2, *rounded) for other, *rounded in others]
+    told += f" QAT or rounding ({leads[0]} and {leads[1]}), nor over basic QAT without dropout ({leads[2]})."
+    assert all(map(is_noise, leads)) and told in text
+    told = "on question answering three seeds lie too far apart to tell whether it beats either."
+    assert told in readme() and told in which_preset()
     told = f"On token classification it beats rounding in groups of 32 by {led}, but not basic QAT"
     assert f"{told} ({two.removeprefix('+')});" in readme() and "float first did not beat basic QAT." in which_preset()
 
@@ -357,9 +359,9 @@ def figures(section: str, name: str = "gpu") -> dict[str, Any]:
 def test_what_is_said_of_a_gpu() -> None:
     text, runs = results_text("speed"), [figures("steps", name) for name in results_page.STEPS_ON_A_GPU]
     plain = [{rows: steps[f"BERT-base, {rows} x 128: a plain step"] for rows in (8, 32, 64)} for steps in runs]
-    for each, rounded in zip(plain, (40, 60), strict=True):
-        assert all(rounded - 3 < milliseconds < rounded + 5 for milliseconds in each.values())
-    assert "takes the same 40 ms, or 60 ms on the slower processor, at batch size 8 and at 64" in text
+    for each, rounded in zip(plain, (40, 63), strict=True):
+        assert all(abs(milliseconds - rounded) < 2 for milliseconds in each.values())
+    assert "takes the same 40 ms, or 63 ms on the slower processor, at batch size 8 and at 64" in text
     llama = "Llama-1B, 4 x 1024, 4 bits per channel"
     slower, searching = (
         " to ".join(f"{100 * steps[f'{llama}: {what}'] - 100:.0f}" for steps in runs)
@@ -368,8 +370,9 @@ def test_what_is_said_of_a_gpu() -> None:
     assert f"Llama-1B is {slower} % slower, {searching} % with its share" in text
     compiled = figures("torch.compile")["4 layers of BERT-base, compiled, bf16: step over plain"]
     assert f"Four layers of BERT-base, compiled: {compiled:.2f}." in text
-    bert = [steps["BERT-base, 32 x 128, 8 bits per channel: step over plain"] for steps in runs]
-    assert [round(ratio, 1) for ratio in bert] == [1.3, 1.4] and "takes 1.3 to 1.4 times" in readme()
+    cases = [f"BERT-base, {case}, 8 bits per channel: step over plain" for case in ("32 x 128", "4 micro-batches")]
+    bert = [steps[case] for steps in runs for case in cases]
+    assert f"takes {min(bert):.1f} to {max(bert):.1f} times" in readme()
     assert min(float(ratio) for row in results_page.gpu_steps()[1:] for ratio in row[3].split("; ")) > 1.02
     assert float(dict(results_page.gpu_kernels())["moq_hf, 8 bits per channel"]) > 1.5
     numbers = {what: value for what, value in figures("bit equality").items() if "the definition" in what}
@@ -391,7 +394,8 @@ def test_what_is_said_of_a_model_that_was_finished_in_float() -> None:
     finished, reference = results_page.FINISHED_NO_DROPOUT, results_page.FLOAT_NO_DROPOUT
     lost = gain(finished, reference, (2, 32), seeds=8).removeprefix("-")
     gained = gain(finished, results_page.NO_DROPOUT, (2, 2), seeds=3)
-    told = f"end {lost} points below it at 2 bits (eight seeds; {gained} against float first, three seeds)."
+    told = f"end {lost} points below it at 2 bits (eight seeds, three of them on CPUs; there {gained} against float"
+    told += " first)."
     assert told in results_text("recipes") and is_noise(gained)
     assert f"end {lost} points below that model" in which_preset()
     at_once = glue_plans.TERNARY.name
@@ -415,7 +419,7 @@ def test_what_is_said_of_learning_rates_at_2_bits() -> None:
     basic = results_page.BASIC
     own = [found(basic, task, glue_plans.RATES[task]) for task in results_page.ALL]
     best = [max(found(basic, task, rate) for rate in glue_plans.THREE_RATES) for task in results_page.ALL]
-    assert f"the best of three rates gained {(sum(best) - sum(own)) / 3:.1f} with another seed" in text
+    assert f"of three learning rates for each task gained {(sum(best) - sum(own)) / 3:.1f} on one other seed" in text
     for task in ("sst2", "mrpc"):
         learned = {
             line["learned"]: report_study.score(line["metrics"])
@@ -423,7 +427,7 @@ def test_what_is_said_of_learning_rates_at_2_bits() -> None:
             if line["arm"].endswith("learned steps") and (line["task"], line["seed"]) == (task, seed)
         }
         assert learned.keys() == {2.5e-4, 1e-3, 4e-3} and max(learned.values()) - learned[1e-3] < 0.2
-    assert "learned steps (LSQ) at 1e-3, of three rates" in text
+    assert "learned steps (LSQ), their rate 1e-3 of three" in text
 
 
 def test_what_is_said_of_variations_on_a_gpu() -> None:

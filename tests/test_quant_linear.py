@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
-from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 from transformers import BertForSequenceClassification
 from transformers.pytorch_utils import Conv1D
@@ -106,26 +104,11 @@ def test_is_differentiable_twice_and_by_torch_func() -> None:
     assert torch.allclose(by_func, exact)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("trace", [torch.jit.trace, lambda model, x: make_fx(model)(x)])
-def test_what_is_traced_is_quantized(trace: Any) -> None:
-    model, x = quantize_model(net(), CONFIG), torch.randn(5, 8)
-    traced = trace(model, x)
-    assert torch.equal(traced(2 * x), model(2 * x))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_forward_mode_is_an_error() -> None:
-    layer = layer_of(quantize_model(net(), CONFIG))
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
-        weight = forward_ad.make_dual(layer.weight.detach(), torch.ones(16, 8))
-        torch.func.functional_call(layer, {"weight": weight}, torch.randn(5, 8))
-
-
-def test_a_backward_pass_calls_no_python() -> None:
-    """A Function's would, once for each layer."""
-    weight = layer_of(quantize_model(net(), CONFIG)).quantized_weight()
-    assert weight.grad_fn is not None and weight.grad_fn.name() == "ViewBackward0"
+def test_weights_that_a_model_adds_have_gradients_of_their_own() -> None:
+    model = quantize_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)), CONFIG)
+    first, second = layer_of(model), model[1]
+    (torch.randn(5, 8) @ (first.quantized_weight() + second.quantized_weight())).sum().backward()
+    assert first.weight.grad.data_ptr() != second.weight.grad.data_ptr()
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Named])

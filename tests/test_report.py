@@ -112,7 +112,7 @@ def test_the_newest_checkpoint_serves_too(tmp_path: Path) -> None:
     [
         (None, "is not a folder"),
         ({}, "has no trainer_state.json, nor has a checkpoint in it: call trainer.save_state()"),
-        ({"moq_state.json": "{}"}, "it is what a run delivered; give the output_dir of the run"),
+        ({"moq_state.json": "{}"}, "if this is what a run delivered, give the output_dir of the run"),
         ({"trainer_state.json": "{"}, "trainer_state.json cannot be read: Expecting"),
         ({"trainer_state.json": "[" * 100_000}, "trainer_state.json cannot be read: maximum"),
         ({"trainer_state.json": "[]"}, "trainer_state.json is damaged: it must hold an object"),

@@ -23,7 +23,6 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from transformers import modelcard, trainer_callback, trainer_utils
 
 from ..errors import MoQError, read_json, write_json
@@ -679,21 +678,6 @@ def is_transformed() -> bool:
     return (
         not torch.compiler.is_compiling()
         and torch._C._are_functorch_transforms_active()
-    )
-
-
-def is_watched(tensor: Tensor) -> bool:
-    """Whether something sees each operation: `torch.jit.trace`, a mode as that of `make_fx`, forward AD, a class.
-
-    Relies on: `torch._C._get_tracing_state`, `torch._C._len_torch_dispatch_stack` and
-    `torch.autograd.forward_ad._current_level`.
-    Breaks: What is traced would multiply with float weights, and tangents would be lost.
-    """
-    return (
-        type(tensor) not in (Tensor, nn.Parameter)
-        or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or forward_ad._current_level >= 0
     )
 
 

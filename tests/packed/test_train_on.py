@@ -72,7 +72,7 @@ def test_without_a_config_it_is_told_what_trains(tmp_path: Path, caplog: pytest.
     words = {
         "the model trains at the bits that it has": model,
         "the quantized weights of a packed checkpoint do not train": packed,
-        "the model trains in float": new_model(),
+        "this MoQTrainer quantizes nothing": new_model(),
     }
     for text, given in words.items():
         caplog.clear()
