@@ -364,3 +364,7 @@ _COMMANDS: dict[str, tuple[Callable[[Any], None], Callable[..., None], str, str]
         "OpenVINO beside PyTorch, and say which file to deploy here.",
     ),
 }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
