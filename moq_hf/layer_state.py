@@ -256,9 +256,7 @@ class LayerState:
         )
         # What is traced has no values that could be looked at afterwards.
         self.scale = None if is_exporting() else scale
-        if self.kind != "linear":
-            values = from_rows(values, self.kind, weight.shape)
-        return values.contiguous()
+        return from_rows(values, self.kind, weight.shape).contiguous()
 
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Give the quantized weight, kept from one pass to the next while nothing has changed that it was made of.

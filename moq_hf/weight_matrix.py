@@ -44,7 +44,7 @@ def matrix_shape(shape: Sequence[int], kind: str) -> tuple[int, int]:
 
 
 def from_rows(matrix: Tensor, kind: str, shape: Sequence[int]) -> Tensor:
-    """The weight of a shape whose matrix this is: a view.
+    """The weight of a shape whose matrix this is: a view, or the matrix itself.
 
     >>> import torch
     >>> from_rows(torch.ones(2, 3), "conv1d", [3, 2]).shape
@@ -52,7 +52,9 @@ def from_rows(matrix: Tensor, kind: str, shape: Sequence[int]) -> Tensor:
     """
     if kind == "experts_t":
         return matrix.view(shape[0], shape[2], shape[1]).transpose(1, 2)
-    return matrix.t() if kind == "conv1d" else matrix.view(*shape)
+    if kind == "conv1d":
+        return matrix.t()
+    return matrix if len(shape) == 2 else matrix.view(*shape)
 
 
 def is_experts(kind: str) -> bool:

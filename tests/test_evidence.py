@@ -427,7 +427,7 @@ def test_what_is_said_of_learning_rates_at_2_bits() -> None:
             if line["arm"].endswith("learned steps") and (line["task"], line["seed"]) == (task, seed)
         }
         assert learned.keys() == {2.5e-4, 1e-3, 4e-3} and max(learned.values()) - learned[1e-3] < 0.2
-    assert "learned steps (LSQ), their rate 1e-3 of three" in text
+    assert "learned steps (LSQ) at 1e-3, of three rates tried" in text
 
 
 def test_what_is_said_of_variations_on_a_gpu() -> None:
