@@ -19,8 +19,13 @@ LATER: dict[str, Any] = {
 }  # fmt: skip
 # The same for float models of twice the epochs, on every task, by the plan "rates".
 LONG_RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 1e-4}
+# And those of float first at 1 bit, at once and by way of 2, by the plan "one bit rates".
+ONE_BIT_RATES = {"sst2": 2e-4, "cola": 4e-4, "mrpc": 2e-4}
+FALLING_RATES = {"sst2": 4e-4, "cola": 4e-4, "mrpc": 4e-4}
 MIDDLE = "basic QAT from the middle of a run, no teacher"
-OWN, LONG_OWN = -1.0, -2.0  # Stand for the task's of `RATES` and of `LONG_RATES`.
+# Each stands for the task's of one of the tables above.
+OWN, LONG_OWN, ONE_BIT_OWN, FALLING_OWN = -1.0, -2.0, -3.0, -4.0
+TABLES_OF_RATES = {OWN: RATES, LONG_OWN: LONG_RATES, ONE_BIT_OWN: ONE_BIT_RATES, FALLING_OWN: FALLING_RATES}
 FULL = "per channel, full"
 TABLES = "per channel, full, tables at 8 bits"
 SEARCHED_MORE, SEARCHED_ONCE = (f"{FULL}, searched every {steps} steps" for steps in (10, 1000))
@@ -83,13 +88,13 @@ class Arm:
     warm_dropout: bool = True
 
     def on(self, task: str) -> "Arm":
-        """Itself with the task's learning rates for `OWN` and `LONG_OWN`, and its step for a share of the run.
+        """Itself with the task's learning rates for those that stand for a table, and its step for a share of the run.
 
         A change ratio of quantization above 1 is of the whole run.
         """
 
         def settled(rate: float) -> float:
-            return {OWN: RATES[task], LONG_OWN: LONG_RATES[task]}.get(rate, rate)
+            return TABLES_OF_RATES[rate][task] if rate in TABLES_OF_RATES else rate
 
         moq = copy.deepcopy(self.moq)
         if moq is not None and "distillation" in moq:
@@ -231,12 +236,12 @@ def with_relations(arm: Arm) -> Arm:
     return replace(arm, name=f"{arm.name}, relations", moq={**arm.moq, "distillation": distillation})
 
 
-# Blended in over the first half of a run.
-HARDENED = replace(
-    FINISHED_NO_DROPOUT,
-    name=f"{FINISHED_NO_DROPOUT.name}, hardened over the first half",
-    moq={**(FINISHED_NO_DROPOUT.moq or {}), "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 2.0}},
-)
+def hardened(arm: Arm) -> Arm:
+    """The same, blended in over the first half of the run."""
+    blend = {"enabled": True, "quantize_change_ratio": 2.0}
+    moq = {**(arm.moq or {}), "fp16_mixed_quantize": blend}
+    return replace(arm, name=f"{arm.name}, hardened over the first half", moq=moq)
+
 
 # Narrow ranges, at once and by way of 4 and 3 bits.
 TERNARY = replace(FINISHED_NO_DROPOUT, groups="per channel")
@@ -245,6 +250,9 @@ FALLING_TERNARY = replace(
     name=f"{TERNARY.name}, by way of 4 and 3 bits",
     moq={**(TERNARY.moq or {}), **(ramp(4, 2, 0.5).moq or {})},
 )
+
+ONE_BIT = no_dropout(1)
+FALLING_ONE_BIT = no_dropout(1, name="MoQ 2 by 0.3, float first", start=2)
 
 # Float first at the learning rate of float in both halves.
 SLOWER = replace(FINISHED_NO_DROPOUT, name=no_dropout(2).name, warm_times=1)
@@ -307,7 +315,7 @@ PLANS = {
     "searches": Plan((no_dropout(2, SEARCHED_MORE), no_dropout(2, SEARCHED_ONCE)), ("sst2", "cola"), (1, 2, 3)),
     "basic": Plan(tuple(replace(all_steps(bits), dropout=False) for bits in (2, 3, 4)), seeds=(3, 4, 5)),
     "finished": Plan((FINISHED_NO_DROPOUT,), seeds=(3, 4, 5)),
-    "hardened": Plan((HARDENED,), seeds=(3, 4, 5)),
+    "hardened": Plan((hardened(FINISHED_NO_DROPOUT),), seeds=(3, 4, 5)),
     "ternary": Plan((TERNARY, FALLING_TERNARY), ("sst2", "cola"), (3, 4, 5)),
     "relations": Plan((with_relations(FINISHED_NO_DROPOUT),), seeds=(3, 4, 5)),
     "relations, float first": Plan((with_relations(no_dropout(2)),), seeds=(1, 2)),
@@ -364,7 +372,8 @@ PLANS = {
     "gpu finished": Plan(
         (
             replace(LONG, dropout=False),
-            *(FINISHED_NO_DROPOUT, HARDENED, with_relations(FINISHED_NO_DROPOUT), TERNARY, FALLING_TERNARY),
+            *(FINISHED_NO_DROPOUT, hardened(FINISHED_NO_DROPOUT), with_relations(FINISHED_NO_DROPOUT)),
+            *(TERNARY, FALLING_TERNARY),
         ),
         seeds=(11, 12, 13, 14, 15),
         bf16=True,
@@ -380,12 +389,21 @@ PLANS = {
         bf16=True,
         gpu=True,
     ),
-    "one bit": Plan(
-        (no_dropout(1), no_dropout(1, name="MoQ 2 by 0.3, float first", start=2)),
-        ("sst2",),
-        seeds=(6, 7, 8),
+    "one bit rates": Plan(
+        tuple(replace(arm, learning_rate=rate) for arm in (ONE_BIT, FALLING_ONE_BIT) for rate in (5e-5, *THREE_RATES)),
+        seeds=(16,),
         bf16=True,
         gpu=True,
+    ),
+    "one bit": Plan(
+        (replace(ONE_BIT, learning_rate=ONE_BIT_OWN), replace(FALLING_ONE_BIT, learning_rate=FALLING_OWN)),
+        seeds=(6, 7, 8, 9, 10),
+        bf16=True,
+        gpu=True,
+    ),
+    # What float first itself may be trained with, beside the plan "fresh".
+    "gpu float first": Plan(
+        (with_relations(no_dropout(2)), hardened(no_dropout(2))), seeds=(6, 7, 8, 9, 10), bf16=True, gpu=True
     ),
     # 3 bits on average, chosen on the float model, and 3 bits throughout.
     "budgets": Plan(

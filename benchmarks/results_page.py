@@ -214,10 +214,10 @@ def in_float32(ways: Ways) -> Ways:
 NO_DROPOUT_ON_CPU, HALF_DROPOUT_ON_CPU = in_float32(NO_DROPOUT), in_float32(HALF_DROPOUT)
 
 
-def from_finished(text: str, arm: str = FINISHED_NO_DROPOUT.arm, groups: str = "per channel, full") -> Change:
-    """A variation of what a finished float model is trained with, on GPUs and CPUs."""
-    ways = FINISHED_NO_DROPOUT._replace(arm=arm, groups=groups)
-    return Change(text, at(ways, 2), ALL, FINISHED_NO_DROPOUT, everywhere)
+def varied(text: str, more: str, against: Ways, groups: str = "per channel, full") -> Change:
+    """A variation at 2 bits of what is trained without dropout, by what follows its name; on GPUs and CPUs."""
+    ways = against._replace(arm=against.arm + more, groups=groups)
+    return Change(text, at(ways, 2), ALL, against, everywhere)
 
 
 PRETRAINED, FALLING = old("basic QAT"), old("MoQ")
@@ -266,22 +266,18 @@ CHANGES = {
             TWO,
             NO_DROPOUT_ON_CPU,
         ),
-        Change(
-            "the teacher's relations too",
-            at(NO_DROPOUT_ON_CPU._replace(arm=f"{NO_DROPOUT.arm}, relations"), 2),
-            TWO,
-            NO_DROPOUT_ON_CPU,
-        ),
+        varied("the teacher's relations too", ", relations", NO_DROPOUT),
+        varied("hardened: blended in over the first half", ", hardened over the first half", NO_DROPOUT),
     ),
     "a finished float model, rounded in groups of 32": (
         Change("half as many steps, with it as teacher", at(FINISHED_32, 3), against=ROUNDED_32),
     ),
     "half as many steps from a finished float model, which is the teacher, without dropout": (
-        from_finished("the teacher's relations too", f"{FINISHED_NO_DROPOUT.arm}, relations"),
-        from_finished("hardened: blended in over the first half", glue_plans.HARDENED.name),
-        from_finished("learned steps (LSQ) at 1e-3, of three rates tried", f"{FINISHED_NO_DROPOUT.arm}, learned steps"),
-        from_finished("narrow ranges: ternary", groups="per channel"),
-        from_finished("ternary by way of 4 and 3 bits", glue_plans.FALLING_TERNARY.name, "per channel"),
+        varied("the teacher's relations too", ", relations", FINISHED_NO_DROPOUT),
+        varied("hardened: blended in over the first half", ", hardened over the first half", FINISHED_NO_DROPOUT),
+        varied("learned steps (LSQ) at 1e-3, of three rates tried", ", learned steps", FINISHED_NO_DROPOUT),
+        varied("narrow ranges: ternary", "", FINISHED_NO_DROPOUT, "per channel"),
+        varied("ternary by way of 4 and 3 bits", ", by way of 4 and 3 bits", FINISHED_NO_DROPOUT, "per channel"),
     ),
     "basic QAT from the pretrained model": (
         Change("bits that fall from 8", at(FALLING, *BITS), against=PRETRAINED),
