@@ -245,10 +245,8 @@ def test_what_recipes_say_of_one_bit() -> None:
     told = report_study.paired(falling, at_once)
     assert len(falling) == len(at_once) == 5 and is_noise(told)
     lost = report_study.paired(at_once, results_page.on_a_gpu(results_page.ALL, results_page.FLOAT_NO_DROPOUT))
-    told = (
-        f"1 bit by way of 2 differs from 1 bit at once by {told} points, which is {lost.removeprefix('-')} below float"
-    )
-    assert f"{told} (five seeds, each arm at the best of four rates on another seed)." in results_text("recipes")
+    told = f"1 bit by way of 2 differs from 1 bit at once by {told}, which is {lost.removeprefix('-')} below float"
+    assert f"{told} (five seeds, rates chosen on another)." in results_text("recipes")
 
 
 def test_what_recipes_say_of_relations() -> None:
