@@ -16,8 +16,8 @@ help:
 	@echo "make demo    fine-tune a small BERT with MoQ on the sample in examples/demo; needs no network after the install"
 	@echo "make test    the checks and all tests"
 	@echo "make check   ruff, mypy"
-	@echo "make bench   the measurements in benchmarks"
-	@echo "make gpu     tests and measurements on one GPU in 8 minutes, with the libraries of PYTHON; needs no network"
+	@echo "make bench   the measurements that need no data"
+	@echo "make gpu     tests and measurements on one GPU in 8 minutes, with the libraries of PYTHON=...; needs no network"
 	@echo "make clean   remove the virtual environment, caches and runs"
 
 demo: $(INSTALLED)

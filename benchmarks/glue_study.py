@@ -1,4 +1,4 @@
-"""The study behind docs/results.md: float, quantized after training, basic QAT and MoQ on GLUE, over seeds.
+"""The study behind docs/results/recipes.md: float, quantized after training, basic QAT and MoQ on GLUE, over seeds.
 
     python benchmarks/glue_study.py --model_name_or_path FOLDER --data_dir glue --plan main --processes 4
 

@@ -60,7 +60,7 @@ def score(metrics: Mapping[str, float]) -> float:
 
 
 def scores(task: str, ways: Ways, bits: int = 32) -> dict[int, float]:
-    """By seed."""
+    """By seed; of float models that were trained again, since their folders were gone, the first."""
     wanted = {
         "task": task,
         "arm": ways.arm,
@@ -76,7 +76,7 @@ def scores(task: str, ways: Ways, bits: int = 32) -> dict[int, float]:
         "held_out": None,  # As lines have it that were scored on rows held out of training.
     }
     own = [line for line in lines() if all(line.get(name, LATER.get(name)) == wanted[name] for name in wanted)]
-    return {line["seed"]: score(line["metrics"]) for line in own}
+    return {line["seed"]: score(line["metrics"]) for line in reversed(own)}
 
 
 def average(tasks: Iterable[str], ways: Ways, bits: int = 32) -> dict[int, float]:
