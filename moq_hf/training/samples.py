@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -38,7 +39,7 @@ class Samples:
 
     def add(self, inputs: Mapping[str, Any]) -> None:
         """Take a micro-batch. Its tensors are kept, not copied."""
-        self._batches.append(with_tensors(inputs, Tensor.detach))
+        self._batches.append(recursively_apply(Tensor.detach, dict(inputs)))
         while sum(map(rows_of, self._batches[1:])) >= self.num_samples:
             del self._batches[0]
 
@@ -57,7 +58,7 @@ class Samples:
                 size = min(rows, size)
                 for start in range(0, size, CHUNK):
                     part = slice(start, min(size, start + CHUNK))
-                    batches.append(with_tensors(batch, itemgetter(part)))
+                    batches.append(recursively_apply(itemgetter(part), batch))
             else:
                 batches.append(batch)
             rows -= size
@@ -80,16 +81,6 @@ def rows_of(inputs: Batch) -> int:
         ),
         1,
     )
-
-
-def with_tensors(
-    inputs: Mapping[str, Any], change: Callable[[Tensor], Tensor]
-) -> Batch:
-    """A batch with each of its tensors changed, and its other values as they are."""
-    return {
-        name: change(value) if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }
 
 
 def can_split(inputs: Batch) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from ..config import MoQConfig
@@ -17,7 +18,7 @@ from ..names import is_below
 from ..processes import largest_over_ranks, mean_over_ranks
 from ..schedule import PrecisionSchedule
 from .measures import MEASURES, Costs, finite_costs
-from .samples import Batch, Samples, rows_of, with_tensors
+from .samples import Batch, Samples, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +263,8 @@ class Sensitivity:
             in_float32 = value.is_floating_point() and not self.measure.is_apart
             return value.to(device, torch.float32 if in_float32 else None)
 
-        batches = [with_tensors(batch, moved) for batch in self.samples.batches(rows)]
+        latest = self.samples.batches(rows)
+        batches: list[Batch] = [recursively_apply(moved, batch) for batch in latest]
         if self.measure.is_apart:
             least = -largest_over_ranks(torch.tensor([-len(batches)], device=device))
             batches = batches[: int(least)]
