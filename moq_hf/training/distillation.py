@@ -22,13 +22,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import MoQConfig
 from ..config_fields import DistillationConfig
-from ..errors import MoQError, one_line
+from ..errors import MoQError, explained
 from ..model.convert import dequantize_model, is_quantized
 from ..model.inventory import is_packed
 from ..names import pretrained, without_fsdp, without_peft
@@ -94,15 +93,12 @@ def load_teacher(
     teacher: Any = source
     if isinstance(source, str):
         cls: Any = without_fsdp(type(model))
-        try:
+        with explained(
+            f"distillation.teacher: cannot load {source} as {type(model).__name__}"
+        ):
             teacher, loading_info = cls.from_pretrained(
                 source, output_loading_info=True, **(init_kwargs or {})
             )
-        except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
-            reason = one_line(error)
-            raise MoQError(
-                f"distillation.teacher: cannot load {source} as {type(model).__name__}: {reason}"
-            ) from error
         missing = loading_info["missing_keys"]
         if missing:
             raise MoQError(

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from ..config import MoQConfig
-from ..errors import MoQError, one_line, read_json
+from ..errors import MoQError, explained, one_line, read_json
 from ..seams.transformers import callbacks_of, checkpoint_folder
 from ..text import metrics_in
 from .distillation import load_teacher
@@ -142,12 +142,9 @@ class FloatPhase:
                 "phase; take another optimizer, or train in float first and give MoQTrainer(teacher=) that model"
             )
         if self.trainer.args.should_save:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise MoQError(
-                    f"float_first: the float model cannot be saved in {self.folder}: {one_line(error)}"
-                ) from error
+            folder = self.folder
+            with explained(f"float_first: the float model cannot be saved in {folder}"):
+                folder.mkdir(parents=True, exist_ok=True)
 
     def end(self) -> None:
         """Save and evaluate the model, and clear the optimizer's state; in every process, after the last float step."""
