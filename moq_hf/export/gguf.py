@@ -158,11 +158,10 @@ def export_gguf(
         )
     new_path(out)
     check_taken(Path(directory), GGUF)
-    if base is not None:
-        return _export(Path(directory), Path(out), Path(base))
     with tempfile.TemporaryDirectory(prefix="moq-hf-") as folder:
-        made = _convert(directory, Path(folder), Path(cast(str, converter)))
-        return _export(Path(directory), Path(out), made)
+        if converter is not None:
+            base = _convert(directory, Path(folder), Path(converter))
+        return _export(Path(directory), Path(out), Path(cast(str, base)))
 
 
 def _convert(directory: str | os.PathLike[str], folder: Path, converter: Path) -> Path:
