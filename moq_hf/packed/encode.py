@@ -311,7 +311,7 @@ class Encoder:
                 raise MoQError(
                     f"{parameter_of(name, spec.kind)} cannot be quantized: {error}"
                 ) from error
-            scales = (values.scale.shape[0], values.scale.shape[1])
+            scales = state.grid.shape(*spec.matrix_shape)
             on_cpu: list[Any] = [
                 None if part is None else part.cpu() for part in values
             ]
@@ -328,7 +328,7 @@ class Encoder:
             kind=spec.kind,
             bits=state.bits,
             stored=form,
-            shape=(weight.shape[0], weight.shape[1]),
+            shape=spec.matrix_shape,
             scales=scales,
             symmetric=state.grid.symmetric,
             full=state.grid.is_full(state.bits),
