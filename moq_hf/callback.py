@@ -45,6 +45,7 @@ from .seams.transformers import (
     checkpoint_folder,
     checkpoints_as_modules,
     is_compiled_in_place,
+    is_its_own_reference,
     is_reporter,
     loss_scale,
     tell_of_saves,
@@ -303,6 +304,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             )
         length = self._length(state, resumed)
         self.controller = controller = MoQController(model, self.config, length)
+        self._check_host(controller, args)
         # So that the Trainer can load what it saves.
         checkpoints_as_modules(self._host, pretrained(controller.model))
         self._began = time.perf_counter()
@@ -337,6 +339,23 @@ class MoQCallback(TrainerCallback, ExportableState):
         callback_states(state)[self._name] = self.state()
         if not controller.has_arrived:
             forget_best(state)
+
+    def _check_host(self, controller: MoQController, args: TrainingArguments) -> None:
+        """Refuse a Trainer whose result could not be delivered, or whose reference was quantized too soon.
+
+        Raises:
+            MoQError: It is one of these.
+        """
+        if args.should_save and self._folder.is_file():
+            raise MoQError(
+                f"{self._folder} is a file, and the quantized model goes into a folder of that name: move it away, or "
+                "take another output_dir"
+            )
+        if controller.has_begun and is_its_own_reference(self._host):
+            raise MoQError(
+                "precompute_ref_log_probs: TRL asked the model for its reference when it was quantized already: give "
+                "the trainer a ref_model, or set precompute_ref_log_probs=False"
+            )
 
     def _prepare_measuring(
         self, controller: MoQController, args: TrainingArguments, state: TrainerState
@@ -619,12 +638,16 @@ class MoQCallback(TrainerCallback, ExportableState):
         deliver = functools.partial(self._deliver, controller, args, state)
         self._host.add_callback(_AfterAll(self._host, deliver))
 
+    @property
+    def _folder(self) -> Path:
+        """Where the packed model goes; each trial of a search has a folder of its own."""
+        return checkpoint_folder(self._host).parent / "quantized"
+
     def _deliver(
         self, controller: MoQController, args: TrainingArguments, state: TrainerState
     ) -> None:
         """Write the packed model and the state of the run, and say what has become of it, in one block."""
-        # Each trial of a search has a folder of its own.
-        folder = checkpoint_folder(self._host).parent / "quantized"
+        folder = self._folder
         try:
             self.delivered = write_result(
                 self._host, controller.model, folder, self, run=self._host

@@ -1,5 +1,6 @@
 """What the card, the report and the terminal show alike: tables, whose first row is the head, and metrics of a log."""
 
+import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,6 +56,15 @@ def markdown_table(rows: Sequence[Sequence[object]]) -> str:
     head, *others = rows
     lines = [head, ["---"] * len(head), *others]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def quoted(path: object) -> str:
+    """A path as Python writes a string.
+
+    >>> print(quoted("runs/4-bits"))
+    "runs/4-bits"
+    """
+    return json.dumps(str(path), ensure_ascii=False)
 
 
 def counted(number: int, what: str) -> str:

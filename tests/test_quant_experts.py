@@ -244,3 +244,14 @@ def test_routers_and_named_experts_stay_in_float() -> None:
     found = take_inventory(nn.ModuleList([block, nn.Linear(5, 4)]), MoQConfig.from_dict(at_bits(4)))
     assert list(found.scheduled) == ["0.dense", "0.experts.gate_up_proj", "0.experts.down_proj"]
     assert found.left_out == {"0.router": "routes to experts", "1": None}
+    # Experts that are modules, as Switch Transformers and much code on the Hub have them.
+    block = nn.ModuleDict(
+        {
+            "gate": nn.Linear(32, 4),
+            "dense": nn.Linear(32, 8),
+            "experts": nn.ModuleList(nn.Linear(32, 4) for _ in range(4)),
+        }
+    )
+    found = take_inventory(nn.ModuleList([block, nn.Linear(5, 4)]), MoQConfig.from_dict(at_bits(4)))
+    assert list(found.scheduled) == ["0.dense", *(f"0.experts.{number}" for number in range(4))]
+    assert found.left_out == {"0.gate": "routes to experts", "1": None}

@@ -28,6 +28,7 @@ from ..seams.transformers import (
     has_adapter,
     has_dora,
     lora_fault,
+    trains_tokens,
 )
 from ..serving import REQUIRED, check_served
 from .inventory import (
@@ -406,14 +407,20 @@ def _routers(inventory: Inventory) -> set[str]:
     """The linear layers beside experts that route to them: one output per expert, or one for the shared expert."""
     routers = set[str]()
     for name, module in inventory.modules.items():
-        parameters = experts_parameters(module)
-        if not parameters:
+        parent, _, last = name.rpartition(".")
+        if parameters := experts_parameters(module):
+            experts = matrix_of(module, parameters[0])[0]
+        elif last == "experts" and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            experts = len(module)
+        else:
             continue
-        experts = matrix_of(module, parameters[0])[0]
-        parent = name.rpartition(".")[0]
         for other, layer in inventory.linears.items():
             outputs = _features(layer)["out_features"]
-            if is_below(other, parent) and outputs in (1, experts):
+            if (
+                is_below(other, parent)
+                and not is_below(other, name)
+                and outputs in (1, experts)
+            ):
                 routers.add(other)
     return routers
 
@@ -457,6 +464,16 @@ def _check_adapters(inventory: Inventory) -> None:
         MoQError: There are such adapters, or none where they are to be merged; names the
             layers.
     """
+    tables = [
+        name
+        for name, module in inventory.model.named_modules()
+        if trains_tokens(module)
+    ]
+    if tables:
+        raise MoQError(
+            f"PEFT: trainable_token_indices ({shortened(tables)}) is written as part of the base, which then lacks its "
+            "table: name the table in modules_to_save"
+        )
     wrappers = adapted_layers(inventory.model)
     if inventory.merged and (not wrappers or has_adapter(pretrained(inventory.model))):
         raise MoQError(

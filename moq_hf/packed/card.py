@@ -22,7 +22,14 @@ from ..seams.sentence_transformers import (
     loads_as,
 )
 from ..seams.transformers import training_summary
-from ..text import float_after, markdown_table, megabytes, metric_rows, metrics_in
+from ..text import (
+    float_after,
+    markdown_table,
+    megabytes,
+    metric_rows,
+    metrics_in,
+    quoted,
+)
 from ..training.float_first import before_float
 from .state import hub_id
 from .verify import Verification, verify_quantized
@@ -264,15 +271,18 @@ def how_to_load(folder: Path, name: str) -> tuple[str, str]:
     """
     kind = loads_as(folder)
     if kind is not None:
-        return kind, f'{kind}("{name}")'
+        return kind, f"{kind}({quoted(name)})"
     config = read_json(folder / "config.json")
     # The class that was proven: that of `AutoModel` may have no head, or another one.
     cls = config["architectures"][0]
     for auto, code in config.get("auto_map", {}).items():
         # The code lies in the folder: nothing can import the class from elsewhere.
         if str(code).endswith(f".{cls}"):
-            return auto, f'{auto}.from_pretrained("{name}", trust_remote_code=True)'
-    return cls, f'{cls}.from_pretrained("{name}")'
+            return (
+                auto,
+                f"{auto}.from_pretrained({quoted(name)}, trust_remote_code=True)",
+            )
+    return cls, f"{cls}.from_pretrained({quoted(name)})"
 
 
 def _results(

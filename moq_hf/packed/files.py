@@ -48,6 +48,12 @@ _OTHERS = re.compile(
 _UNFINISHED = "no packed checkpoint, or one whose saving was interrupted"
 
 
+def active_adapter(folder: Path, model: Any) -> Path:
+    """Where PEFT writes the active adapter of a `PeftModel`; all but `default` have folders of their own."""
+    name: str = model.active_adapter
+    return folder / ADAPTER if name == "default" else folder / ADAPTER / name
+
+
 def _index_of(folder: Path) -> dict[str, str] | None:
     """The weight file of each tensor, as the index says; None where there is one file, which counts first."""
     path = folder / INDEX

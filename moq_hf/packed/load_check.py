@@ -25,7 +25,7 @@ from ..seams.sentence_transformers import body_of
 from ..seams.transformers import attention_to_load
 from ..training.measuring import ONE_AT_A_TIME, evaluating
 from ..weight_matrix import parameter_of
-from .files import ADAPTER
+from .files import active_adapter
 
 # Where all weights are equal, outputs may differ by the rounding of another kernel,
 # relative to the largest output.
@@ -313,7 +313,9 @@ class ReferenceOutputs:
             if base is not self.model and not is_merged(base):
                 from peft import PeftModel
 
-                loaded = PeftModel.from_pretrained(loaded, folder / ADAPTER)
+                loaded = PeftModel.from_pretrained(
+                    loaded, active_adapter(folder, self.model)
+                )
         return loaded.to(self._device).eval()
 
     def _cast(self, loaded: nn.Module) -> None:

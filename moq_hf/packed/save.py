@@ -40,6 +40,7 @@ from ..seams.transformers import (
     tied_parameters,
     write_packing_config,
 )
+from ..text import quoted
 from ..training.controller import MoQController, handed_dtype
 from ..weight_matrix import parameter_of
 from .card import how_to_load, write_card, write_run_card
@@ -51,6 +52,7 @@ from .files import (
     MERGED_ADAPTER,
     SINGLE,
     WEIGHTS,
+    active_adapter,
     alone_at,
     digest_of,
     digest_of_configs,
@@ -235,11 +237,12 @@ def deliver(
         saved = saving.save_by_hand(reason)
     folder = saving.target
     if saved.loads_by_hand:
-        load = f'model.load_state_dict(load_file("{folder / SINGLE}"))'
+        load = f"model.load_state_dict(load_file({quoted(folder / SINGLE)}))"
     else:
         _, load = how_to_load(folder, str(folder))
         if saving.is_adapted and not saving.is_merged:
-            load = f'PeftModel.from_pretrained({load}, "{folder / ADAPTER}")'
+            adapter = quoted(active_adapter(folder, saving.whole_model))
+            load = f"PeftModel.from_pretrained({load}, {adapter})"
     return Delivered(folder, saved.file_bytes, saved.proof, saved.summary(), load)
 
 
@@ -501,12 +504,22 @@ class _Saving:
         # Names that share a tensor go on sharing it.
         kept: dict[int | str, Tensor] = {}
         tensors: dict[str, Tensor] = {}
+        owners = {
+            id(layer.float_weight): weights[name]
+            for name, layer in encoder.layers.items()
+        }
+        # A module in two places has two names for its weight.
+        second_names: dict[str, str] = {}
         for name, source_name in names.items():
-            if name not in replaced:
-                key = id(live[source_name]) if source_name in live else name
-                if key not in kept:
-                    kept[key] = source[source_name]
-                tensors[name] = kept[key]
+            if name in replaced:
+                continue
+            key = id(live[source_name]) if source_name in live else name
+            if key in owners:
+                second_names[name] = owners[key]
+                continue
+            if key not in kept:
+                kept[key] = source[source_name]
+            tensors[name] = kept[key]
         rest = sum(
             tensor.nbytes for tensor in kept.values() if isinstance(tensor, Tensor)
         )
@@ -517,6 +530,8 @@ class _Saving:
 
         for name in weights:
             tensors |= encoder.store(name, saved)
+        for name, weight in second_names.items():
+            tensors[name] = tensors[weight]
         return tensors, rest
 
     def _write_state(
@@ -658,7 +673,11 @@ def _write_adapter(
     folder: Path, model: Any, state_dict: Mapping[str, Tensor] | None
 ) -> None:
     """Write PEFT's own files, but for paths on this machine and the card that has one."""
-    model.save_pretrained(folder, state_dict=state_dict)
+    # The folder has the tables already, as they are quantized.
+    with_tables = "auto" if is_merged(model) else False
+    model.save_pretrained(
+        folder, state_dict=state_dict, save_embedding_layers=with_tables
+    )
     (folder / "README.md").unlink(missing_ok=True)
     # Those of other adapters than the first lie in folders of their own.
     for path in folder.rglob("adapter_config.json"):

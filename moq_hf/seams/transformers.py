@@ -737,6 +737,33 @@ def is_peft(module: nn.Module) -> bool:
     return hasattr(module, "active_adapters")
 
 
+def is_its_own_reference(trainer: Any) -> bool:
+    """Whether TRL took the reference's log-probabilities from the model itself, when it made the trainer.
+
+    With adapters the reference is the model without them, quantized or not.
+
+    Relies on: `precompute_ref_log_probs` of TRL's arguments for DPO and KTO, and
+    `ref_model` of their trainers.
+    Breaks: The reference would be the quantized model, where without precomputing it is
+    the float one.
+    """
+    asked = getattr(trainer.args, "precompute_ref_log_probs", False)
+    return (
+        asked
+        and trainer.ref_model is None
+        and not hasattr(trainer.model, "peft_config")
+    )
+
+
+def trains_tokens(module: nn.Module) -> bool:
+    """Whether PEFT trains some rows of this table: `trainable_token_indices`.
+
+    Relies on: `peft.utils.TrainableTokensWrapper`, which has a `token_adapter`.
+    Breaks: The base would be delivered without its table.
+    """
+    return hasattr(module, "token_adapter")
+
+
 def has_dora(module: nn.Module) -> bool:
     """Whether an adapter's wrapper scales the weight's rows to norms that it learns.
 

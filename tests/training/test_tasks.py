@@ -296,6 +296,69 @@ def test_copies_to_be_trained_stay_float(tmp_path: Path) -> None:
 
 
 @from_peft
+def test_adapters_of_a_quantized_table_leave_it_to_the_base(tmp_path: Path) -> None:
+    model = adapted("BERT", TASK, ["query", "word_embeddings"])
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.1)
+    callback = MoQCallback({**CONFIG, "quantize_embeddings": 8})
+    hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[callback]).train()
+    assert callback.delivered is not None and callback.delivered.proof.agrees
+    folder = tmp_path / "quantized"
+    assert not any("base_layer" in name for name in load_file(folder / "adapter" / "adapter_model.safetensors"))
+    base = hf.BertForSequenceClassification.from_pretrained(folder)
+    check_adapter(model, base, folder / "adapter", inputs_of(TASK, model))
+
+
+@from_peft
+def test_the_active_adapter_is_the_one_that_is_proven(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = adapted("BERT", TASK, ["query"])
+    model.add_adapter("second", peft.LoraConfig(task_type="SEQ_CLS", target_modules=["value"], r=2))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.1)
+    callback = MoQCallback(CONFIG)
+    trainer = hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[callback])
+    model.set_adapter("second")
+    trainer.train()
+    assert callback.delivered is not None and callback.delivered.proof.agrees
+    adapter = tmp_path / "quantized" / "adapter" / "second"
+    assert f'"{adapter}"' in callback.delivered.how_to_load
+    base = hf.BertForSequenceClassification.from_pretrained(tmp_path / "quantized")
+    check_adapter(model, base, adapter, inputs_of(TASK, model))
+
+
+@from_peft
+def test_single_tokens_to_be_trained_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], trainable_token_indices=[1, 2])
+    model = peft.get_peft_model(new_model("BERT", TASK), lora)
+    with pytest.raises(MoQError, match=r"PEFT: trainable_token_indices \(.*word_embeddings\).* in modules_to_save"):
+        hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(CONFIG)])
+
+
+def test_a_module_in_two_places_is_delivered_quantized_in_both(tmp_path: Path) -> None:
+    model = new_model("BERT", TASK)
+    model.bert.encoder.layer[1] = model.bert.encoder.layer[0]
+    hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(CONFIG)]).train()
+    tensors = load_file(tmp_path / "quantized" / "model.safetensors")
+    for name, layer in quant_layers(model).items():
+        for place in (name, name.replace("layer.0", "layer.1")):
+            assert torch.equal(tensors[f"{place}.weight"], layer.quantized_weight())
+
+
+def test_a_file_where_the_model_goes_is_told_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "quantized").write_text("notes")
+    trainer = hf.Trainer(
+        new_model("BERT", TASK), arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(CONFIG)]
+    )
+    with pytest.raises(MoQError, match=r"quantized is a file, .* take another output_dir"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@from_peft
 def test_dora_is_refused() -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], use_dora=True)
@@ -421,3 +484,26 @@ def test_setfit(tmp_path: Path) -> None:
     body = model.model_body[0].auto_model
     save_quantized(body, tmp_path / "packed")
     assert equal(hf.AutoModel.from_pretrained(tmp_path / "packed"), body, inputs_of(TASK, body))
+
+
+@noisy
+def test_a_reference_that_is_asked_when_the_model_is_quantized(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    rows = [{"prompt": "one", "chosen": " two" * count, "rejected": " three" * count} for count in range(1, 9)]
+
+    def trainer(offset: int, **settings: Any) -> Any:
+        schedule = {"quantize_period": 1, "schedule_offset": offset}
+        return trl.DPOTrainer(
+            new_model("Llama", "causal LM"),
+            args=arguments(tmp_path, trl.DPOConfig, bf16=False, precompute_ref_log_probs=True),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer(),
+            callbacks=[MoQCallback({**CONFIG, "quantize_schedule": schedule})],
+            **settings,
+        )
+
+    with pytest.raises(MoQError, match=r"precompute_ref_log_probs: .* give the trainer a ref_model"):
+        trainer(0).train()
+    for fine in (trainer(0, ref_model=new_model("Llama", "causal LM")), trainer(1)):
+        fine.train()
+        assert fine.state.global_step > 0
