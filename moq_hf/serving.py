@@ -18,7 +18,7 @@ from .formats.table import form_of, has_codes
 from .grid import Format
 from .model.inventory import Inventory, grid_of
 from .model.sizes import is_unpacked_while_loading
-from .names import plain_name, pretrained, without_fsdp
+from .names import plain_name, pretrained, without_fsdp, without_peft
 from .processes import shape_of
 from .quant_experts import experts_parameters, matrix_of
 from .schedule import FLOAT_BITS
@@ -553,20 +553,23 @@ def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | N
     """Why the folder of a run that rounds inputs cannot say how; None if it can."""
     if not config.activations.enabled:
         return None
+    model = without_peft(inventory.model)
+    path = inventory.name_of(model)
     faults: dict[str, list[str]] = {}
     packed = []
     has_lora = False
     for name, spec in _specs(inventory, config, bits).items():
+        saved = (plain_name(name, ()) or "").removeprefix(f"{path}.")
         if spec.inputs is not None and spec.input_fault is not None:
-            faults.setdefault(spec.input_fault, []).append(name)
+            faults.setdefault(spec.input_fault, []).append(saved)
         if form_of(spec, "packed") == "packed":
-            packed.append(name)
+            packed.append(saved)
             added = () if inventory.merged else inventory.adapters
             has_lora |= f"{name.removesuffix(ADAPTED)}lora_A" in added
     for why, names in faults.items():
         return f"{why} ({shortened(names)})"
     try:
-        is_unpacked = is_unpacked_while_loading(inventory, packed)
+        is_unpacked = is_unpacked_while_loading(model, packed)
     except MoQError as error:
         return str(error)
     if is_unpacked:

@@ -158,13 +158,15 @@ class ModelSizes:
     @functools.cached_property
     def is_unpacked(self) -> bool:
         """Whether transformers unpacks the model while loading, for which all codes in the file have one width."""
-        linears = [
-            name
+        model = without_peft(self._inventory.model)
+        path = self._inventory.name_of(model)
+        packed = [
+            (plain_name(name, ()) or "").removeprefix(f"{path}.")
             for name, module in self._inventory.layers.items()
             if isinstance(module, nn.Linear)
         ]
         with contextlib.suppress(MoQError), torch.random.fork_rng(devices=[]):
-            return is_unpacked_while_loading(self._inventory, linears)
+            return is_unpacked_while_loading(model, packed)
         return False
 
     @property
@@ -312,24 +314,22 @@ def parts_are_called(model: nn.Module) -> bool:
     )
 
 
-def is_unpacked_while_loading(inventory: Inventory, packed: Iterable[str]) -> bool:
+def is_unpacked_while_loading(model: Any, packed: Iterable[str]) -> bool:
     """Whether a model cannot be packed until its first forward pass.
 
     Users call parts of it past that pass, or its class initializes modules through the
     weights of others, which packed ones do not have.
 
     Args:
-        inventory: Of the model.
-        packed: The layers that would be packed, by their names there or before PEFT came.
+        model: The model, without PEFT.
+        packed: The layers that would be packed.
 
     Raises:
         MoQError: transformers cannot make a model of the class, as `from_pretrained`
             would have to.
     """
-    model: Any = without_peft(inventory.model)
     if parts_are_called(model):
         return True
-    path = f"{inventory.name_of(model)}."
     cls: Any = without_fsdp(type(model))
     with explained(
         f"from_pretrained could not load it, since {cls.__name__}(config) does not make such a model"
@@ -337,8 +337,7 @@ def is_unpacked_while_loading(inventory: Inventory, packed: Iterable[str]) -> bo
         with torch.device("meta"):
             shell = cls(copy.deepcopy(model.config))
         for name in packed:
-            own = str(plain_name(name, ())).removeprefix(path)
-            del shell.get_submodule(own).weight
+            del shell.get_submodule(name).weight
     try:
         initialize_again(shell)
     except AttributeError:

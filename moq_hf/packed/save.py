@@ -447,7 +447,9 @@ class _Saving:
         encoder = self._encoder(wanted or "packed")
         if not any(map(has_codes, encoder.forms.values())):
             return ["floats"]
-        unpacks = is_unpacked_while_loading(self.whole, encoder.packed)
+        unpacks = is_unpacked_while_loading(
+            without_peft(self.whole_model), encoder.packed
+        )
         unpacks |= encoder.needs_bfloat16 and encoder.dtype != "bfloat16"
         tried: Sequence[Layout] = ["packed", "unpacked", "floats"]
         # Servers take asymmetric grids as they are unpacked while loading; tables of
