@@ -145,6 +145,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         self.delivered: Delivered | None = None
         # The Trainer that runs the callback; None before one has it.
         self._host: Any = None
+        # The Trainer with which the layers were made, before its first step.
+        self._made_for: Any = None
         # Whether the last step changed a block's bits, or was the first one of a run
         # that begins quantized.
         self._has_switched = False
@@ -261,6 +263,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         # How long the run is will be known when it begins; none of its steps is taken
         # before.
         self.controller = MoQController(inventory, self.config, sys.maxsize)
+        self._made_for = self._host
         if self.trainer is None and state.is_world_process_zero:
             warn_of_half_checkpoint(str(args.output_dir))
 
@@ -351,7 +354,8 @@ class MoQCallback(TrainerCallback, ExportableState):
                 f"{self._folder} is a file, and the quantized model goes into a folder of that name: move it away, or "
                 "take another output_dir"
             )
-        if controller.has_begun and is_its_own_reference(self._host):
+        is_made_before = self._made_for is self._host and controller.has_begun
+        if is_made_before and is_its_own_reference(self._host):
             raise MoQError(
                 "precompute_ref_log_probs: TRL asked the model for its reference when it was quantized already: give "
                 "the trainer a ref_model, or set precompute_ref_log_probs=False"

@@ -249,9 +249,10 @@ def test_routers_and_named_experts_stay_in_float() -> None:
         {
             "gate": nn.Linear(32, 4),
             "dense": nn.Linear(32, 8),
+            "attention": nn.ModuleDict({"key": nn.Linear(32, 4)}),
             "experts": nn.ModuleList(nn.Linear(32, 4) for _ in range(4)),
         }
     )
     found = take_inventory(nn.ModuleList([block, nn.Linear(5, 4)]), MoQConfig.from_dict(at_bits(4)))
-    assert list(found.scheduled) == ["0.dense", *(f"0.experts.{number}" for number in range(4))]
+    assert list(found.scheduled) == ["0.dense", "0.attention.key", *(f"0.experts.{number}" for number in range(4))]
     assert found.left_out == {"0.gate": "routes to experts", "1": None}

@@ -408,19 +408,25 @@ def _routers(inventory: Inventory) -> set[str]:
     routers = set[str]()
     for name, module in inventory.modules.items():
         parent, _, last = name.rpartition(".")
+        is_list = last == "experts" and isinstance(
+            module, (nn.ModuleList, nn.ModuleDict)
+        )
+        parts = [*module.children()] if is_list else []
         if parameters := experts_parameters(module):
             experts = matrix_of(module, parameters[0])[0]
-        elif last == "experts" and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            experts = len(module)
+        elif parts:
+            experts = len(parts)
         else:
             continue
         for other, layer in inventory.linears.items():
-            outputs = _features(layer)["out_features"]
-            if (
-                is_below(other, parent)
-                and not is_below(other, name)
-                and outputs in (1, experts)
-            ):
+            if not is_below(other, parent) or is_below(other, name):
+                continue
+            # Such a list can lie beside the attention.
+            own = other[len(parent) :].strip(".")
+            is_beside = (
+                not has_list or "." not in own or "router" in own or "gate" in own
+            )
+            if is_beside and _features(layer)["out_features"] in (1, experts):
                 routers.add(other)
     return routers
 

@@ -534,6 +534,7 @@ class _Saving:
             tensors |= encoder.store(name, saved)
         for name, weight in second_names.items():
             tensors[name] = tensors[weight]
+            rest += source[names[name]].nbytes
         return tensors, rest
 
     def _write_state(

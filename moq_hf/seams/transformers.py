@@ -740,28 +740,27 @@ def is_peft(module: nn.Module) -> bool:
 def is_its_own_reference(trainer: Any) -> bool:
     """Whether TRL took the reference's log-probabilities from the model itself, when it made the trainer.
 
-    With adapters the reference is the model without them, quantized or not.
+    With adapters the reference is the model without them, quantized or not. Under FSDP
+    it was a model of its own, which is gone by now.
 
     Relies on: `precompute_ref_log_probs` of TRL's arguments for DPO and KTO, and
-    `ref_model` of their trainers.
+    `ref_model` of their trainers; `is_fsdp_enabled`.
     Breaks: The reference would be the quantized model, where without precomputing it is
     the float one.
     """
     asked = getattr(trainer.args, "precompute_ref_log_probs", False)
-    return (
-        asked
-        and trainer.ref_model is None
-        and not hasattr(trainer.model, "peft_config")
-    )
+    is_other = trainer.is_fsdp_enabled or hasattr(trainer.model, "peft_config")
+    return asked and not is_other and getattr(trainer, "ref_model", trainer) is None
 
 
 def trains_tokens(module: nn.Module) -> bool:
     """Whether PEFT trains some rows of this table: `trainable_token_indices`.
 
-    Relies on: `peft.utils.TrainableTokensWrapper`, which has a `token_adapter`.
+    Relies on: `peft.utils.TrainableTokensWrapper`, which has a `token_adapter` beside
+    the original.
     Breaks: The base would be delivered without its table.
     """
-    return hasattr(module, "token_adapter")
+    return hasattr(module, "token_adapter") and ORIGINAL in module._modules
 
 
 def has_dora(module: nn.Module) -> bool:

@@ -491,19 +491,23 @@ def test_a_reference_that_is_asked_when_the_model_is_quantized(tmp_path: Path) -
     trl = pytest.importorskip("trl")
     rows = [{"prompt": "one", "chosen": " two" * count, "rejected": " three" * count} for count in range(1, 9)]
 
-    def trainer(offset: int, **settings: Any) -> Any:
-        schedule = {"quantize_period": 1, "schedule_offset": offset}
+    def callback(offset: int) -> MoQCallback:
+        return MoQCallback({**CONFIG, "quantize_schedule": {"quantize_period": 1, "schedule_offset": offset}})
+
+    def trainer(*callbacks: MoQCallback, **settings: Any) -> Any:
         return trl.DPOTrainer(
             new_model("Llama", "causal LM"),
             args=arguments(tmp_path, trl.DPOConfig, bf16=False, precompute_ref_log_probs=True),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer(),
-            callbacks=[MoQCallback({**CONFIG, "quantize_schedule": schedule})],
+            callbacks=[*callbacks],
             **settings,
         )
 
     with pytest.raises(MoQError, match=r"precompute_ref_log_probs: .* give the trainer a ref_model"):
-        trainer(0).train()
-    for fine in (trainer(0, ref_model=new_model("Llama", "causal LM")), trainer(1)):
+        trainer(callback(0)).train()
+    late = trainer()
+    late.add_callback(callback(0))
+    for fine in (trainer(callback(0), ref_model=new_model("Llama", "causal LM")), trainer(callback(1)), late):
         fine.train()
         assert fine.state.global_step > 0
