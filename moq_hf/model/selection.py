@@ -423,9 +423,7 @@ def _routers(inventory: Inventory) -> set[str]:
                 continue
             # Such a list can lie beside the attention.
             own = other[len(parent) :].strip(".")
-            is_beside = (
-                not has_list or "." not in own or "router" in own or "gate" in own
-            )
+            is_beside = not parts or "." not in own or "router" in own or "gate" in own
             if is_beside and _features(layer)["out_features"] in (1, experts):
                 routers.add(other)
     return routers
