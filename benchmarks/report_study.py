@@ -60,7 +60,7 @@ def score(metrics: Mapping[str, float]) -> float:
 
 
 def scores(task: str, ways: Ways, bits: int = 32) -> dict[int, float]:
-    """By seed; of float models that were trained again, since their folders were gone, the first."""
+    """By seed; where a float model was trained again because its folder was gone, its first run counts."""
     wanted = {
         "task": task,
         "arm": ways.arm,

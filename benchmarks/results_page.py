@@ -386,7 +386,7 @@ def gpu_steps() -> list[list[Any]]:
     found: list[list[Any]] = [["model, batch x tokens", "quantized", "float, ms", "step over float"]]
     for what in ratios[0]:
         (model,) = (name for name in plain[0] if what.startswith(f"{name}, "))
-        # Batches of 8 and of 64 rows are as those of 32.
+        # The text has the times of 8 and of 64 rows.
         if model not in ("BERT-base, 8 x 128", "BERT-base, 64 x 128"):
             cells = (
                 "; ".join(f"{each[name]:{how}}" for each in both)

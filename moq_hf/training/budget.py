@@ -91,7 +91,7 @@ class Choice:
         cost = sum(chosen.cost for chosen in self.blocks.values())
         saved = sum(chosen.saved for chosen in self.blocks.values())
         unit = "MB in the file" if self.in_file else "bits per quantized weight"
-        return f"{self.reached:,.4g} of {self.limit:,.4g} {unit}; sum of costs {cost:.3g}, saved {saved:,.3f} MB"
+        return f"{self.reached:,.4g} of {self.limit:,.4g} {unit}; total cost {cost:.3g}, saved {saved:,.3f} MB"
 
     def table(self) -> str:
         """A heading, the table of blocks, and the line on the budget."""
