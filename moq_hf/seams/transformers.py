@@ -365,6 +365,25 @@ def checkpoints_as_modules(trainer: transformers.Trainer, model: nn.Module) -> N
     trainer._save_checkpoint = _save_checkpoint  # type: ignore[method-assign]
 
 
+def train_no_more_than_asked(trainer: transformers.Trainer) -> None:
+    """Have a Trainer take no step in a run that took its last one before it was resumed; other runs train as ever.
+
+    Relies on: `Trainer._run_epoch`, which takes at least one step, and that the Trainer
+    looks at `should_training_stop` after it.
+    Breaks: A run that is killed after its last checkpoint, and resumed, would train one
+    step more.
+    """
+    run = functools.partial(type(trainer)._run_epoch, trainer)
+
+    def _run_epoch(*args: Any, **kwargs: Any) -> None:
+        if trainer.state.global_step >= trainer.state.max_steps:
+            trainer.control.should_training_stop = True
+        else:
+            run(*args, **kwargs)
+
+    trainer._run_epoch = _run_epoch  # type: ignore[method-assign]
+
+
 def matrices_in_files(
     model: nn.Module, parameter: str, experts: int, rows: int
 ) -> dict[str, Tensor]:
