@@ -58,6 +58,16 @@ def markdown_table(rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
+def dtype_name(dtype: Any) -> str:
+    """A dtype of PyTorch as users write it after `torch.`.
+
+    >>> import torch
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 def quoted(path: object) -> str:
     """A path as Python writes a string.
 

@@ -21,6 +21,7 @@ from ..seams.transformers import (
     is_scaled_table,
     packed_loader,
 )
+from ..text import dtype_name
 from ..weight_matrix import Kind
 
 # The layers whose bits the schedule sets.
@@ -377,7 +378,7 @@ def grid_of(layer: nn.Module, config: MoQConfig, parameter: str = "weight") -> G
     (PerChannel(), PerGroup(size=32))
     """
     weight: Any = layer._parameters[parameter]
-    grid = config.grid_of(str(weight.dtype).removeprefix("torch."))
+    grid = config.grid_of(dtype_name(weight.dtype))
     if isinstance(layer, nn.Embedding):
         size = grid.grouping.row_size
         if (

@@ -13,6 +13,8 @@ from transformers.training_args import OptimizerNames
 from ..config import MoQConfig
 from ..errors import read_json
 from ..formats.table import has_codes
+from ..lora import is_merged
+from ..names import without_peft
 from ..schedule import FLOAT_BITS
 from ..seams.sentence_transformers import (
     LEAST,
@@ -31,9 +33,12 @@ from ..text import (
     quoted,
 )
 from ..training.float_first import before_float
+from .files import active_adapter
 from .state import hub_id
 from .verify import Verification, verify_quantized
 
+# setup.cfg has the same.
+_LEAST_PEFT = "0.17"
 TAGS = ("moq", "quantization-aware-training")
 
 _BY_HAND = """`from_pretrained` alone does not make this model: make one as it was made for training, and load the
@@ -49,9 +54,9 @@ pip install {needs}
 ```
 
 ```python
-from {module} import {cls}
+{imports}
 
-model = {load}
+{code}
 ```"""
 
 
@@ -126,7 +131,7 @@ def write_card(
         f"# {data.model_name}",
         f"{'Fine-tuned' if is_trained else 'Quantized'}{origin}{f' on {source}' if source else ''} with "
         f"Mixture-of-Quantization (moq_hf): {_made(found)}",
-        f"## Use\n\n{_loading(place, folder, found)}",
+        f"## Use\n\n{_loading(place, folder, found, model)}",
         _results(metrics, before, found.state),
         f"## Size\n\n{_sizes(found)}",
         _proof(found),
@@ -245,10 +250,10 @@ def _inputs(saved: Verification) -> str:
     return f" Training saw {rounded}, for an export; here inputs are floats."
 
 
-def _loading(name: str, folder: Path, saved: Verification) -> str:
+def _loading(name: str, folder: Path, saved: Verification, model: Any) -> str:
     if saved.loads_by_hand:
         return _BY_HAND
-    cls, load = how_to_load(folder, name)
+    cls, code = how_to_load(saved, folder, name, model)
     module = "the_module_that_defines_it"
     libraries = dict(saved.state["needs"])
     if loads_as(folder):
@@ -256,33 +261,89 @@ def _loading(name: str, folder: Path, saved: Verification) -> str:
         libraries["sentence-transformers"] = LEAST
     elif hasattr(transformers, cls):
         module = "transformers"
+    imports = [f"from {module} import {cls}"]
+    if _adapter_of(model) is not None:
+        imports.insert(0, "from peft import PeftModel")
+        libraries["peft"] = _LEAST_PEFT
+    if saved.proof is not None and saved.proof.autocast is not None:
+        code += (
+            f"\n\nwith torch.autocast(model.device.type, dtype=torch.{saved.proof.autocast}):"
+            "\n    outputs = model(**inputs)"
+        )
+    if "torch." in code:
+        imports.insert(0, "import torch")
     needs = " ".join(f'"{library}>={least}"' for library, least in libraries.items())
     return _BY_TRANSFORMERS.format(
-        module=module, cls=cls, load=load, needs=needs or "transformers"
+        imports="\n".join(imports), code=code, needs=needs or "transformers"
     )
 
 
-def how_to_load(folder: Path, name: str) -> tuple[str, str]:
-    """The class that loads a folder, of Sentence Transformers or of transformers, and the Python expression that does.
+def _adapter_of(model: Any) -> str | None:
+    """Where in its folder a model has the adapter that it answers with; None without one beside it."""
+    if model is None or without_peft(model) is model or is_merged(model):
+        return None
+    return active_adapter(model)
+
+
+def how_to_load(
+    saved: Verification, folder: Path, name: str, model: Any = None
+) -> tuple[str, str]:
+    """The class that loads a folder, of Sentence Transformers or of transformers, and the code that does.
+
+    The code is what the proof has run.
 
     Args:
+        saved: What is in the folder, and how it was proven.
         folder: With its `config.json`.
-        name: The folder's name in the expression.
+        name: The folder's name in the code.
+        model: The model in memory, whose adapters lie in the folder.
+
+    Returns:
+        The name of the class, and lines that give a variable `model`.
     """
+    proof = saved.proof
+    attention = None if proof is None else proof.attention
     kind = loads_as(folder)
-    if kind is not None:
-        return kind, f"{kind}({quoted(name)})"
+    if kind is None:
+        cls, load = _transformers_line(folder, name, attention)
+    elif attention is None:
+        cls, load = kind, f"{kind}({quoted(name)})"
+    else:
+        settings = {"attn_implementation": attention}
+        cls, load = kind, f"{kind}({quoted(name)}, model_kwargs={settings})"
+    adapter = _adapter_of(model)
+    if adapter is not None:
+        load = f"PeftModel.from_pretrained({load}, {quoted(name)}, subfolder={quoted(adapter)})"
+    if proof is None or proof.cast is None:
+        return cls, f"model = {load}"
+    dtype = f"torch.{proof.dtype}"
+    is_packed = saved.state["layout"] == "packed"
+    if proof.cast == "model" and not is_packed:
+        return cls, f"model = {load}.to({dtype})"
+    lines = [f"model = {load}"]
+    if is_packed:
+        lines.append("model(**inputs)  # the first call unpacks the weights")
+    if proof.cast == "model":
+        lines.append(f"model.to({dtype})")
+    else:
+        lines.append("for parameter in model.parameters():")
+        lines.append(f"    parameter.data = parameter.data.to({dtype})")
+    return cls, "\n".join(lines)
+
+
+def _transformers_line(folder: Path, name: str, attention: Any) -> tuple[str, str]:
+    """The class of transformers that loads a folder, and the expression that does."""
+    arguments = quoted(name)
+    if attention is not None:
+        arguments += f", attn_implementation={attention!r}"
     config = read_json(folder / "config.json")
     # The class that was proven: that of `AutoModel` may have no head, or another one.
     cls = config["architectures"][0]
     for auto, code in config.get("auto_map", {}).items():
         # The code lies in the folder: nothing can import the class from elsewhere.
         if str(code).endswith(f".{cls}"):
-            return (
-                auto,
-                f"{auto}.from_pretrained({quoted(name)}, trust_remote_code=True)",
-            )
-    return cls, f"{cls}.from_pretrained({quoted(name)})"
+            return auto, f"{auto}.from_pretrained({arguments}, trust_remote_code=True)"
+    return cls, f"{cls}.from_pretrained({arguments})"
 
 
 def _results(

@@ -40,6 +40,7 @@ from ..seams.transformers import (
     original_format,
     stays_float,
 )
+from ..text import dtype_name
 from ..weight_matrix import from_rows, is_experts, parameter_of, to_rows
 
 _Value = TypeVar("_Value")
@@ -145,17 +146,31 @@ class Encoder:
         for name in same_width:
             self._specs[name] = replace(self._specs[name], width=width)
         coded = [self._specs[n] for n, form in self.forms.items() if has_codes(form)]
-        self.dtypes = {_name_of(spec.dtype) for spec in coded}
-        scales = {_name_of(spec.scale_dtype) for spec in coded if spec.format == "int"}
-        # Scales of integers are loaded in the model's dtype: a narrower one than theirs
-        # would round them.
+        self.dtypes = {dtype_name(spec.dtype) for spec in coded}
+        scales = {
+            dtype_name(spec.scale_dtype) for spec in coded if spec.format == "int"
+        }
+        # Packed modules load their scales in the model's dtype: a narrower one than
+        # theirs would round them. What is unpacked while loading is cast once, after
+        # it, and what a model keeps in float32 stays so.
         dtypes = self.dtypes | scales
+        if layout == "unpacked":
+            dtypes = self.dtypes - {"float32"} or self.dtypes
         self.dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
 
     @property
     def is_asymmetric(self) -> bool:
         """Whether packed layers have zero points."""
         return any(not self.layers[name].moq.grid.symmetric for name in self.packed)
+
+    @property
+    def widths(self) -> set[int]:
+        """The bits that codes have in the files."""
+        return {
+            self._specs[name].width or self.layers[name].moq.bits
+            for name, form in self.forms.items()
+            if has_codes(form)
+        }
 
     @property
     def needs_bfloat16(self) -> bool:
@@ -421,10 +436,6 @@ class Encoder:
 
 def _formats_of(layers: Iterable[QuantLayer]) -> set[Format]:
     return {layer.moq.grid.format_at(layer.moq.bits) for layer in layers}
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def matrix_names(

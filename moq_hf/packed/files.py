@@ -48,10 +48,10 @@ _OTHERS = re.compile(
 _UNFINISHED = "no packed checkpoint, or one whose saving was interrupted"
 
 
-def active_adapter(folder: Path, model: Any) -> Path:
-    """Where PEFT writes the active adapter of a `PeftModel`; all but `default` have folders of their own."""
+def active_adapter(model: Any) -> str:
+    """Where in a folder PEFT writes the active adapter of a `PeftModel`; all but `default` have one of their own."""
     name: str = model.active_adapter
-    return folder / ADAPTER if name == "default" else folder / ADAPTER / name
+    return ADAPTER if name == "default" else f"{ADAPTER}/{name}"
 
 
 def _index_of(folder: Path) -> dict[str, str] | None:

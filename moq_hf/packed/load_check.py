@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard, cast
 
 import psutil
 import torch
@@ -18,11 +18,13 @@ from transformers.utils import logging as transformers_logging
 from ..errors import one_line
 from ..lora import is_merged
 from ..model.convert import quantized_layers
+from ..model.inventory import is_packed
 from ..names import named_modules, plain_name, uncompiled, without_fsdp, without_peft
 from ..processes import is_apart
 from ..quant_linear import QuantLayer
 from ..seams.sentence_transformers import body_of
 from ..seams.transformers import attention_to_load
+from ..text import dtype_name
 from ..training.measuring import ONE_AT_A_TIME, evaluating
 from ..weight_matrix import parameter_of
 from .files import active_adapter
@@ -55,6 +57,11 @@ class Proof:
             where training does not.
         dtype: That to which the loaded model was cast, since it loads in another one
             than the model in memory has; None where it needed no cast.
+        cast: What of it was cast: the "model" (`.to(dtype)`), or its "parameters" alone
+            where buffers of the model in memory are float32; None where nothing was.
+        autocast: The dtype of the autocast under which both answered; None without one.
+        attention: What `from_pretrained` was given as `attn_implementation`, since the
+            model in memory has another one than it would choose; else None.
 
     >>> print(Proof(True, 4, 0.0, 8, None))
     Verified: loaded with plain transformers, the saved model gives identical outputs (4 examples, 8 generated tokens)
@@ -69,6 +76,9 @@ class Proof:
     reason: str | None
     inputs: Literal["rounded", "float"] | None = None
     dtype: str | None = None
+    cast: Literal["model", "parameters"] | None = None
+    autocast: str | None = None
+    attention: str | dict[str, str | None] | None = None
 
     def __str__(self) -> str:
         if self.agrees is None:
@@ -84,7 +94,13 @@ class Proof:
         if self.largest_difference:
             outputs = "the same outputs but for rounding"
             counted.append(f"largest difference {self.largest_difference:.3g}")
-        cast = "" if self.dtype is None else f" and cast to {self.dtype}"
+        if self.autocast is not None:
+            counted.append(f"autocast to {self.autocast}")
+        cast = ""
+        if self.cast == "parameters":
+            cast = f", parameters cast to {self.dtype}"
+        elif self.dtype is not None:
+            cast = f" and cast to {self.dtype}"
         return (
             f"Verified: loaded with plain transformers{cast}, the saved model gives {outputs} "
             f"({', '.join(counted)})"
@@ -178,7 +194,9 @@ class ReferenceOutputs:
         inputs: Literal["rounded", "float"] | None = None
         if self._rounds:
             inputs = "rounded" if rounded else "float"
-        self._dtype: str | None = None
+        # What was cast, and to which dtype.
+        self._cast_to: tuple[Literal["model", "parameters"], str] | None = None
+        self._attention: str | dict[str, str | None] | None = None
         agrees = None
         reason: str | None = "a second copy of the model does not fit beside it"
         difference = None
@@ -189,8 +207,18 @@ class ReferenceOutputs:
         if difference == float("inf"):
             # JSON has no infinite numbers.
             difference = None
+        cast, dtype = self._cast_to or (None, None)
         return Proof(
-            agrees, self.examples, difference, tokens, reason, inputs, self._dtype
+            agrees,
+            self.examples,
+            difference,
+            tokens,
+            reason,
+            inputs,
+            dtype,
+            cast,
+            None if self._autocast is None else dtype_name(self._autocast),
+            self._attention,
         )
 
     def _compare(self, folder: Path) -> tuple[bool | None, str | None, float | None]:
@@ -213,7 +241,7 @@ class ReferenceOutputs:
                 # Generation comes before any call of the model, since it must not need
                 # what the first call unpacks.
                 self._tokens_of(loaded)
-            self._cast(loaded)
+            several_dtypes = self._cast(loaded)
             outputs = self._outputs_of(loaded)
             tokens = None if self.tokens is None else self._tokens_of(loaded)
         except _NO_MEMORY:
@@ -226,7 +254,10 @@ class ReferenceOutputs:
             return False, "the loaded model has other outputs", None
         if not outputs and tokens is None:
             return None, "the model gives no tensor to compare", None
-        return self._compare_outputs(loaded, outputs, tokens)
+        agrees, reason, difference = self._compare_outputs(loaded, outputs, tokens)
+        if agrees and several_dtypes is not None:
+            return False, several_dtypes, difference
+        return agrees, reason, difference
 
     def _compare_outputs(
         self, loaded: nn.Module, outputs: list[Tensor], tokens: Tensor | None
@@ -301,39 +332,75 @@ class ReferenceOutputs:
 
     def _load(self, folder: Path) -> nn.Module:
         base = without_peft(self.model)
-        # Kernels of attention round differently, so the model's own is asked for.
-        attention = attention_to_load(getattr(base, "config", None))
-        settings = {} if attention is None else {"attn_implementation": attention}
-        cls: Any = without_fsdp(type(base))
         with quiet(), torch.random.fork_rng(), torch.device("cpu"):
-            if body_of(base) is None:
-                loaded: nn.Module = cls.from_pretrained(folder, **settings)
-            else:
-                loaded = cls(str(folder), model_kwargs=settings, device="cpu")
+            loaded = _from_pretrained(base, folder)
+            # Kernels of attention round differently.
+            attention = _attention_in(base)
+            if attention != _attention_in(loaded):
+                self._attention = attention
+                loaded = _from_pretrained(base, folder, attn_implementation=attention)
             if base is not self.model and not is_merged(base):
                 from peft import PeftModel
 
                 loaded = PeftModel.from_pretrained(
-                    loaded, active_adapter(folder, self.model)
+                    loaded, folder, subfolder=active_adapter(self.model)
                 )
         return loaded.to(self._device).eval()
 
-    def _cast(self, loaded: nn.Module) -> None:
-        """Give a model in a half dtype its dtype: packed weights of integers are loaded in float32."""
-        if all(p.dtype == torch.float32 for p in self.model.parameters()):
-            return
-        with quiet(), torch.no_grad(), torch.random.fork_rng():
-            # The first call unpacks the weights.
-            loaded(**self._inputs)
-        expected = all_tensors(self.model)
-        for name, tensor in all_tensors(loaded).items():
-            # What the model in memory does not have belongs to its weight: the scale of
-            # the inputs.
-            weight = expected.get(f"{name.rpartition('.')[0]}.weight")
-            other = expected.get(name, weight)
-            if other is not None and tensor.dtype == torch.float32 != other.dtype:
-                tensor.data = tensor.data.to(other.dtype)
-                self._dtype = str(other.dtype).removeprefix("torch.")
+    def _cast(self, loaded: nn.Module) -> str | None:
+        """Give the loaded model the dtypes of the model in memory, as `how_to_load` tells a user to.
+
+        Returns:
+            Why no such line does it, so that each tensor was cast by itself; None where
+            one does, or nothing is to be cast.
+        """
+        if is_packed(loaded) and any(
+            p.dtype != torch.float32 for p in self.model.parameters()
+        ):
+            with quiet(), torch.no_grad(), torch.random.fork_rng():
+                # The first call unpacks the weights.
+                loaded(**self._inputs)
+        in_memory = all_tensors(self.model)
+        pairs = {
+            name: (tensor, in_memory[name])
+            for name, tensor in all_tensors(loaded).items()
+            if name in in_memory and tensor.is_floating_point()
+        }
+        differing = [
+            name for name, (tensor, own) in pairs.items() if tensor.dtype != own.dtype
+        ]
+        if not differing:
+            return None
+        dtype = pairs[differing[0]][1].dtype
+        others = [name for name, (_, own) in pairs.items() if own.dtype != dtype]
+        if not others:
+            loaded.to(dtype)
+            self._cast_to = "model", dtype_name(dtype)
+            return None
+        if any(isinstance(pairs[name][1], nn.Parameter) for name in others):
+            for tensor, own in pairs.values():
+                tensor.data = tensor.data.to(own.dtype)
+            other = dtype_name(pairs[others[0]][1].dtype)
+            return (
+                f"in memory {others[0]} is {other} and {differing[0]} {dtype_name(dtype)}, and from_pretrained gives a "
+                "model one dtype; with each tensor in its own, the answers are the same"
+            )
+        for parameter in loaded.parameters():
+            parameter.data = parameter.data.to(dtype)
+        self._cast_to = "parameters", dtype_name(dtype)
+        return None
+
+
+def _attention_in(model: nn.Module) -> str | dict[str, str | None] | None:
+    return attention_to_load(getattr(body_of(model) or model, "config", None))
+
+
+def _from_pretrained(model: nn.Module, folder: Path, **settings: Any) -> nn.Module:
+    """Load a folder by the class of a model of transformers or Sentence Transformers."""
+    cls: Any = without_fsdp(type(model))
+    if body_of(model) is None:
+        return cast(nn.Module, cls.from_pretrained(folder, **settings))
+    return cast(nn.Module, cls(str(folder), model_kwargs=settings, device="cpu"))
 
 
 def kept_batch(

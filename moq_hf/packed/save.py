@@ -52,7 +52,6 @@ from .files import (
     MERGED_ADAPTER,
     SINGLE,
     WEIGHTS,
-    active_adapter,
     alone_at,
     digest_of,
     digest_of_configs,
@@ -114,7 +113,7 @@ class Delivered:
         proof: How it answered beside the model in memory; None where that was not
             tried.
         summary: What it is, whether it was verified, and its size, in sentences.
-        how_to_load: The Python expression that loads it.
+        how_to_load: The Python expression that loads it, or lines that make `model`.
     """
 
     path: Path
@@ -239,10 +238,10 @@ def deliver(
     if saved.loads_by_hand:
         load = f"model.load_state_dict(load_file({quoted(folder / SINGLE)}))"
     else:
-        _, load = how_to_load(folder, str(folder))
-        if saving.is_adapted and not saving.is_merged:
-            adapter = quoted(active_adapter(folder, saving.whole_model))
-            load = f"PeftModel.from_pretrained({load}, {adapter})"
+        _, load = how_to_load(saved, folder, str(folder), saving.whole_model)
+        # A single line is told as the expression that it is.
+        if "\n" not in load:
+            load = load.removeprefix("model = ")
     return Delivered(folder, saved.file_bytes, saved.proof, saved.summary(), load)
 
 
@@ -455,7 +454,13 @@ class _Saving:
         # Servers take asymmetric grids as they are unpacked while loading; tables of
         # more bits would be dense there.
         served = encoder.is_asymmetric and not encoder.tables
-        if served or ModelSizes(self.whole, self.quantized).has_one_width:
+        # A model in half precision whose scales are wider is packed as a float32 one,
+        # which a line must cast, as a whole; unpacked while loading it needs none.
+        is_cast = encoder.dtype not in encoder.dtypes and (
+            len(encoder.widths) == 1 or self._has_several_dtypes()
+        )
+        has_one_width = ModelSizes(self.whole, self.quantized).has_one_width
+        if served or is_cast or has_one_width:
             tried = ["unpacked", "packed", "floats"]
         fails = {
             "packed": unpacks or takes_apart(self.model, encoder.packed),
@@ -468,6 +473,10 @@ class _Saving:
                 f"transformers cannot answer with this model in the layout {wanted}: leave layout out"
             )
         return [wanted]
+
+    def _has_several_dtypes(self) -> bool:
+        parameters = (parameter for _, parameter in self.inventory.parameters())
+        return len({p.dtype for p in parameters if p.is_floating_point()}) > 1
 
     def _is_gpt_oss(self) -> bool:
         """Whether the model has experts in MXFP4, and there is a layout for them."""
@@ -664,12 +673,6 @@ def _write_packed_files(
     write_json(path, document)
     if encoder.misleads_older:
         refuse_older(path, encoder.needs["transformers"])
-    if encoder.dtypes - {encoder.dtype}:
-        logger.warning(
-            "moq_hf: the weights are %s; the packed model is a float32 one, so its results differ by the rounding of "
-            "that dtype; with quantize_algo.scale_dtype of the same dtype it would have it",
-            ", ".join(sorted(encoder.dtypes)),
-        )
 
 
 def _write_adapter(
@@ -737,6 +740,14 @@ def _warn(
                 f"{bits}: {shortened(names, MOST_FAULTS)}"
                 for bits, names in floats.items()
             ),
+        )
+    if proof is None and encoder.dtypes - {encoder.dtype, "float32"}:
+        logger.warning(
+            "moq_hf: %s loads in %s, and the weights are %s in memory: cast the loaded model after its first call, or "
+            "give save_quantized inputs, so that the card has the lines that were proven",
+            target,
+            encoder.dtype,
+            " and ".join(sorted(encoder.dtypes)),
         )
     if has_failed(proof):
         logger.warning(

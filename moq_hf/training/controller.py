@@ -21,6 +21,7 @@ from ..names import pretrained
 from ..processes import agree, device_of, is_distributed, shape_of
 from ..quant_linear import QuantLayer, inputs_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from ..text import dtype_name
 from ..version import __version__
 from . import messages
 from .budget import Choice, Chooser
@@ -415,4 +416,4 @@ def _checksum(state: Any) -> int:
 def handed_dtype(layers: Mapping[str, QuantLayer]) -> str | None:
     """The dtype in which FSDP2 or ZeRO-3 handed over the weights, for instance "bfloat16"; None without them."""
     dtypes = {layer.moq.handed_dtype for layer in layers.values()} - {None}
-    return str(next(iter(dtypes))).removeprefix("torch.") if dtypes else None
+    return dtype_name(next(iter(dtypes))) if dtypes else None

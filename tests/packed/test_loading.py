@@ -1,0 +1,157 @@
+"""The code in the card is what the proof has run: a reader who runs it gets the answers that were evaluated."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as hf
+from model_zoo import arguments, inputs_of, new_model, rows_of
+from sentences import encoder
+from stranger import outputs_of
+from torch import nn
+
+from moq_hf import MoQCallback, quantize_model, save_quantized, verify_quantized
+from moq_hf.packed.load_check import Proof
+
+CAUSAL = "causal LM"
+LAYERS = {"quantize_bits": {"target_bits": 4}}
+TABLES = {**LAYERS, "quantize_embeddings": 8}
+HALF = torch.bfloat16
+# Rotary embeddings and routers keep buffers in float32, T5 keeps a layer so in float16.
+SIZES = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MIXTURE = hf.Qwen3MoeConfig(
+    **SIZES, intermediate_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, head_dim=8
+)
+NEOX = hf.GPTNeoXConfig(**SIZES, intermediate_size=64)
+
+
+def model_of(name: str, way: str, folder: Path, dtype: torch.dtype = HALF) -> Any:
+    """A model in half precision: made by `from_pretrained(dtype=)`, or by `.to`."""
+    hf.set_seed(0)
+    made = {"mixture": lambda: hf.Qwen3MoeForCausalLM(MIXTURE), "NeoX": lambda: hf.GPTNeoXForCausalLM(NEOX)}
+    task = "sequence to sequence" if name == "T5" else "sequence classification" if name == "BERT" else CAUSAL
+    model = made[name]() if name in made else new_model(name, task)
+    if way == "to":
+        return model.to(dtype)
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, dtype=dtype)
+
+
+def batch_of(name: str, model: nn.Module) -> dict[str, torch.Tensor]:
+    if name in ("T5", "BERT"):
+        return inputs_of("sequence to sequence" if name == "T5" else "sequence classification", model)
+    # Angles differ in half precision far from the beginning.
+    ids = torch.randint(3, 60, (2, 300), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids % 60}
+
+
+def as_the_card_says(folder: Path, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What running the card's code leaves, in a process that knows nothing else of the model."""
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", card, re.S)
+    assert code is not None
+    left: dict[str, Any] = {"inputs": inputs}
+    exec(code[1].replace("path/to/this/folder", str(folder)), left)
+    return left
+
+
+def proof_of(folder: Path) -> Proof:
+    proof = verify_quantized(folder).proof
+    assert proof is not None
+    return proof
+
+
+@pytest.mark.parametrize("config", [LAYERS, TABLES], ids=["layers", "tables"])
+@pytest.mark.parametrize("way", ["dtype", "to"])
+@pytest.mark.parametrize("name", ["Llama", "mixture", "NeoX", "T5", "BERT"])
+def test_the_code_in_the_card_gives_what_was_evaluated(
+    name: str, way: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    dtype = torch.float16 if name in ("T5", "NeoX") else HALF
+    model = quantize_model(model_of(name, way, tmp_path / "float", dtype), config).eval()
+    batch = batch_of(name, model)
+    save_quantized(model, tmp_path / "packed", inputs=batch)
+    assert proof_of(tmp_path / "packed").agrees
+    loaded = as_the_card_says(tmp_path / "packed", batch)["model"]
+    assert all(map(torch.equal, outputs_of(loaded, batch), outputs_of(model, batch)))
+
+
+def test_what_is_unpacked_while_loading_needs_no_cast(tmp_path: Path) -> None:
+    model = quantize_model(model_of("Llama", "dtype", tmp_path / "float"), LAYERS)
+    save_quantized(model, tmp_path / "packed", inputs=batch_of("Llama", model))
+    found = verify_quantized(tmp_path / "packed")
+    assert found.state["layout"] == "unpacked" and proof_of(tmp_path / "packed").cast is None
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert loaded.dtype == HALF and loaded.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_a_folder_that_nothing_proves_says_how_to_cast_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_quantized(quantize_model(model_of("BERT", "to", tmp_path), TABLES), tmp_path)
+    assert "loads in float32, and the weights are bfloat16 in memory: cast the loaded model" in caplog.text
+
+
+def test_parameters_of_several_dtypes_are_loaded_by_hand(tmp_path: Path) -> None:
+    """`from_pretrained` gives a model one dtype; autocast lets this one compute."""
+    task = "sequence classification"
+    model = new_model("BERT", task).to(HALF)
+    model.classifier.float()
+    callbacks = [MoQCallback(LAYERS)]
+    hf.Trainer(model, arguments(tmp_path, bf16=True), train_dataset=rows_of(task), callbacks=callbacks).train()
+    proof = proof_of(tmp_path / "quantized")
+    assert not proof.agrees and proof.reason is not None
+    assert "with each tensor in its own, the answers are the same" in proof.reason
+    assert "load_state_dict" in (tmp_path / "quantized" / "README.md").read_text(encoding="utf-8")
+
+
+def test_under_autocast_the_card_says_so(tmp_path: Path) -> None:
+    model = new_model("Llama", CAUSAL)
+    trainer = hf.Trainer(
+        model, arguments(tmp_path, bf16=True), train_dataset=rows_of(CAUSAL), callbacks=[MoQCallback(LAYERS)]
+    )
+    trainer.train()
+    assert "autocast to bfloat16)" in str(proof_of(tmp_path / "quantized"))
+    batch = inputs_of(CAUSAL, model)
+    left = as_the_card_says(tmp_path / "quantized", batch)
+    with torch.autocast("cpu", dtype=HALF):
+        expected = model.eval()(**batch).logits
+    assert torch.equal(left["outputs"].logits, expected)
+
+
+def test_attention_of_the_users_choice_is_in_the_line(tmp_path: Path) -> None:
+    config = new_model("BERT", "sequence classification").config
+    model = hf.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+    batch = inputs_of("sequence classification", model)
+    save_quantized(quantize_model(model, LAYERS), tmp_path, inputs=batch)
+    loaded = as_the_card_says(tmp_path, batch)["model"]
+    assert loaded.config._attn_implementation == "eager"
+    assert all(map(torch.equal, outputs_of(loaded, batch), outputs_of(model, batch)))
+
+
+@pytest.mark.parametrize("way", ["dtype", "to"])
+def test_sentence_transformers_in_half_precision(way: str, tmp_path: Path) -> None:
+    pytest.importorskip("sentence_transformers")
+    model = encoder(tmp_path / "float").to(HALF)
+    quantize_model(model, LAYERS)
+    batch = {"input_ids": torch.tensor([[2, 5, 7, 3]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    save_quantized(model, tmp_path / "packed", inputs={"input": batch})
+    assert proof_of(tmp_path / "packed").agrees
+    loaded = as_the_card_says(tmp_path / "packed", batch)["model"]
+    assert torch.equal(loaded.eval()(batch)["sentence_embedding"], model.eval()(batch)["sentence_embedding"])
+
+
+# peft 0.21 asks transformers for an attribute by its old name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["default", "second"])
+def test_the_card_loads_the_adapter_that_answers(name: str, tmp_path: Path) -> None:
+    base = model_of("Llama", "dtype", tmp_path / "float")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, lora, adapter_name=name)
+    trainer = hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(CAUSAL), callbacks=[MoQCallback(LAYERS)])
+    trainer.train()
+    batch = inputs_of(CAUSAL, model)
+    left = as_the_card_says(tmp_path / "quantized", batch)
+    assert isinstance(left["model"], peft.PeftModel)
+    assert all(map(torch.equal, outputs_of(left["model"], batch), outputs_of(model, batch)))
