@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,13 @@ from .weight_matrix import Kind, from_rows, parameter_of, to_rows
 # Every call of a module runs this code, whatever the module's class is.
 _MODULE_CALL = nn.Module._call_impl.__code__
 _FORWARD = ("forward", "compute_loss", "prediction_step")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def makes_state(function: _Function) -> _Function:
+    """Decorate what makes tensors that outlive a pass, so that they can be trained with after one in inference mode."""
+    without_graph = torch.no_grad()(function)
+    return torch.inference_mode(False)(without_graph)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -254,8 +261,10 @@ class LayerState:
             dtype=dtype,
             **how,
         )
-        # What is traced has no values that could be looked at afterwards.
-        self.scale = None if is_exporting() else scale
+        # What is traced has no values that could be looked at afterwards, and no step
+        # follows on what inference mode makes.
+        is_read = not is_exporting() and not torch.is_inference_mode_enabled()
+        self.scale = scale if is_read else None
         return from_rows(values, self.kind, weight.shape).contiguous()
 
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -275,7 +284,8 @@ class LayerState:
         # Looked up once: another thread may drop the copies meanwhile.
         kept = self.copies.get(dtype)
         if kept is None or kept[1] != made_of:
-            kept = self.fake_quantize(self.merged(weight), dtype), made_of, sources
+            make = makes_state(self.fake_quantize)
+            kept = make(self.merged(weight), dtype), made_of, sources
             self.copies[dtype] = kept
         return kept[0]
 

@@ -10,7 +10,7 @@ from ..config import MoQConfig
 from ..errors import MoQError, check_choice
 from ..grid import FP4
 from ..inputs import inputs_out_of_reach, new_inputs
-from ..layer_state import LayerState
+from ..layer_state import LayerState, makes_state
 from ..lora import merge_adapters
 from ..names import named_modules, unwrapped
 from ..processes import device_of, largest_over_ranks, local_part, sharded_as
@@ -78,6 +78,7 @@ def quantize_model(
     return model
 
 
+@makes_state
 def dequantize_model(
     model: nn.Module, *, weights: Literal["quantized", "float"] = "quantized"
 ) -> nn.Module:
@@ -148,6 +149,7 @@ def is_quantized(model: nn.Module) -> bool:
     return any(layer.moq.bits != FLOAT_BITS for layer in layers)
 
 
+@makes_state
 def prepare_model(
     inventory: Inventory, config: MoQConfig
 ) -> tuple[dict[str, QuantLayer], dict[str, QuantEmbedding]]:

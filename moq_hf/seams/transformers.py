@@ -566,7 +566,10 @@ def unpack(model: nn.Module) -> None:
         for name in module._parameters.keys() - {"weight", "bias"}:
             buffer = cast(Tensor, module._parameters.pop(name)).detach()
             module.register_buffer(name, buffer, persistent=False)
-        module.weight = nn.Parameter(cast(Tensor, module.weight).detach())
+        # A pass in inference mode may have unpacked it, whose tensors never train.
+        weight = cast(Tensor, module.weight).detach().clone()
+        del module.weight
+        module.weight = nn.Parameter(weight)
         module.requires_grad_(True)
     # Nothing is left for the first forward pass to unpack.
     loader.compressor.remove_decompression_hook(model)

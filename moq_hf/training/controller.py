@@ -13,6 +13,7 @@ from torch import nn
 from ..config import MoQConfig
 from ..errors import MoQError, explained
 from ..inputs import load_ranges, ranges_of, update_ranges
+from ..layer_state import makes_state
 from ..model.convert import check_finite, check_scales, prepare_model
 from ..model.inventory import Inventory
 from ..model.selection import split_blocks, take_inventory
@@ -323,6 +324,7 @@ class MoQController:
             "handed_dtype": handed_dtype(self.all_layers),
         }
 
+    @makes_state
     def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Continue from a state, as `checked_state` gives it; call it after the float weights are loaded.
 
