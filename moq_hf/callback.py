@@ -493,8 +493,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._has_switched = False
         controller.check_ranks(skipped)
         if skipped:
-            if controller.sensitivity is not None:
-                controller.sensitivity.samples.clear()
+            controller.skip()
             return
         had_arrived = controller.has_arrived
         schedule = controller.schedule

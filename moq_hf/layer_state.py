@@ -122,6 +122,7 @@ class LayerState:
             pass.
         scale: The weight's scale when it was last quantized; not finite where a group
             held NaN or Inf.
+        dtype: What it was quantized to then.
         lora: Gives the weight with PEFT's adapters in it, where `"lora": "merged"` asks
             for that; see `MergedLora`.
     """
@@ -140,6 +141,7 @@ class LayerState:
     handed_over: bool = False
     handed_dtype: torch.dtype | None = None
     scale: Tensor | None = field(default=None, repr=False)
+    dtype: torch.dtype = torch.float32
     lora: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -264,7 +266,7 @@ class LayerState:
         # What is traced has no values that could be looked at afterwards, and no step
         # follows on what inference mode makes.
         is_read = not is_exporting() and not torch.is_inference_mode_enabled()
-        self.scale = scale if is_read else None
+        self.scale, self.dtype = scale if is_read else None, dtype
         return from_rows(values, self.kind, weight.shape).contiguous()
 
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:

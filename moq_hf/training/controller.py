@@ -161,6 +161,7 @@ class MoQController:
         Raises:
             MoQError: A weight held NaN or Inf in the last forward pass.
         """
+        check_scales(self.all_layers)
         switches = self.schedule.advance(eigenvalues)
         self.history += switches
         switched = {switch.block for switch in switches}
@@ -169,7 +170,6 @@ class MoQController:
         self._write_bits(block for block in self.blocks if due or block in switched)
         update_ranges(inputs_of(self.layers).values())
         self._write_progress()
-        check_scales(self.all_layers)
         if self.config.verbose:
             for switch in switches:
                 target = (self.schedule.targets or {})[switch.block]
@@ -235,6 +235,17 @@ class MoQController:
             self.sensitivity.update(self.schedule)
         self.sensitivity.samples.clear()
         return self.sensitivity.values if self.config.eigenvalue.enabled else None
+
+    def skip(self) -> None:
+        """Stay where the schedule is, after a step that the gradient scaler skipped.
+
+        Raises:
+            MoQError: A weight held NaN or Inf in the last forward pass, which no smaller
+                loss scale would mend.
+        """
+        if self.sensitivity is not None:
+            self.sensitivity.samples.clear()
+        check_scales(self.all_layers)
 
     def refresh(self) -> None:
         """Set the layers up for the next forward pass and check their weights; in all processes.
