@@ -15,6 +15,7 @@ from transformers import Trainer
 
 from . import quantizer, triton_quant
 from .config import MoQConfig
+from .errors import MoQError, one_line
 from .grid import Grid
 from .inputs import InputObserver
 from .processes import is_sharded
@@ -214,6 +215,10 @@ class LayerState:
             dtype: Of the result; None is what a matrix product takes: autocast's dtype,
                 or the weight's own.
             training: Whether the layer is in training.
+
+        Raises:
+            MoQError: A transform of torch.func has stacked the weight, or goes forward.
+            RuntimeError: The device has no memory for it.
         """
         if dtype is None:
             dtype = _matmul_dtype(weight)
@@ -224,17 +229,27 @@ class LayerState:
         if self.bits == FLOAT_BITS or weight.is_meta:
             return self.merged(weight)
         changes = training or torch.is_grad_enabled() or self.handed_over
-        # What torch.func and torch.export trace has no memory of its own, by which a
-        # copy would be known.
-        if changes or is_transformed() or is_exporting():
-            self.copies.clear()
-            weight = self.merged(weight)
-            quantized = self.fake_quantize(weight, dtype)
-        else:
-            quantized = self.copy_of(weight, dtype)
-        if self.made is not None:
-            self.made.append(quantized)
-        return straight_through(weight, quantized)
+        try:
+            # What torch.func and torch.export trace has no memory of its own, by which
+            # a copy would be known.
+            if changes or is_transformed() or is_exporting():
+                self.copies.clear()
+                weight = self.merged(weight)
+                quantized = self.fake_quantize(weight, dtype)
+            else:
+                quantized = self.copy_of(weight, dtype)
+            if self.made is not None:
+                self.made.append(quantized)
+            return straight_through(weight, quantized)
+        except RuntimeError as error:
+            if not is_transformed():
+                raise
+            raise MoQError(
+                f"{parameter_of(self.name, self.kind)} cannot be quantized inside this transform of torch.func "
+                f"({one_line(error)[:200]}): neither vmap over stacked weights nor forward mode (jvp, hessian) works. "
+                "Map over inputs alone, call the models one by one, or make float ones of them by "
+                "moq_hf.dequantize_model"
+            ) from error
 
     def renew(self) -> None:
         """After a change of bits, ratios or blend: write them where captured CUDA graphs read them."""

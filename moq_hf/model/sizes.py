@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
 from ..errors import MoQError, explained
@@ -73,6 +74,9 @@ class ModelSizes:
     Attributes:
         total: Parameters of the model.
         quantized: Those that are weights of `layers`, at whatever bits they are now.
+
+    Raises:
+        MoQError: A parameter has no shape yet.
     """
 
     def __init__(self, inventory: Inventory, layers: Mapping[str, QuantLayer]) -> None:
@@ -93,6 +97,10 @@ class ModelSizes:
             if left or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
+            if is_lazy(parameter):
+                raise MoQError(
+                    f"{name} has no shape before its layer's first call: call the model once first"
+                )
             count = shape_of(parameter).numel()
             full = 8 * parameter.element_size()
             if id(parameter) in owners:
