@@ -13,7 +13,7 @@ from ..grid import FP4
 from ..inputs import inputs_out_of_reach, new_inputs
 from ..layer_state import LayerState, makes_state
 from ..lora import merge_adapters
-from ..names import named_modules, unwrapped
+from ..names import adapted_layers, named_modules, pretrained, unwrapped
 from ..processes import (
     device_of,
     is_apart,
@@ -93,7 +93,7 @@ def dequantize_model(
     """Make every quantized layer of `model` a plain one again, in place.
 
     Does it too for a model that `from_pretrained` loaded from a packed checkpoint, so
-    that it can be trained on.
+    that it can be trained on, or PEFT can put adapters on it.
 
     Args:
         model: Any module.
@@ -118,7 +118,7 @@ def dequantize_model(
     given = model
     model = unwrapped(model)
     if is_packed(model):
-        unpack(model)
+        unpack(pretrained(model), trains=not adapted_layers(model))
         return given
     layers = quantized_layers(model)
     if not layers:

@@ -455,9 +455,12 @@ class _Saving:
         # more bits would be dense there.
         served = encoder.is_asymmetric and not encoder.tables
         # A model in half precision whose scales are wider is packed as a float32 one,
-        # which a line must cast, as a whole; unpacked while loading it needs none.
+        # which a line must cast, as a whole; unpacked while loading it needs none. One
+        # in float64 would be rounded.
         is_cast = encoder.dtype not in encoder.dtypes and (
-            len(encoder.widths) == 1 or self._has_several_dtypes()
+            len(encoder.widths) == 1
+            or self._has_several_dtypes()
+            or "float64" in encoder.dtypes
         )
         has_one_width = ModelSizes(self.whole, self.quantized).has_one_width
         if served or is_cast or has_one_width:
