@@ -439,7 +439,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             measured = None if sensitivity is None else sensitivity.values
             is_over = state.global_step >= state.max_steps
             tqdm.write(
-                f"moq_hf: the run {'was over, and is delivered,' if is_over else 'goes on'} "
+                f"moq_hf: the run {'was over' if is_over else 'goes on'} "
                 f"{messages.standing(schedule, steps, measured)}"
             )
         else:
