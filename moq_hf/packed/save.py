@@ -454,11 +454,10 @@ class _Saving:
         # Servers take asymmetric grids as they are unpacked while loading; tables of
         # more bits would be dense there.
         served = encoder.is_asymmetric and not encoder.tables
-        # A model in half precision whose scales are wider is packed as a float32 one,
-        # which a line must cast, as a whole; unpacked while loading it needs none.
-        is_cast = encoder.dtype not in encoder.dtypes and (
-            len(encoder.widths) == 1 or self._has_several_dtypes()
-        )
+        # A model in half precision whose scales are wider would be packed as a float32
+        # one, for its user to cast; unpacked while loading it has its own dtype.
+        is_cast = encoder.dtype not in encoder.dtypes and not encoder.rounds_inputs
+        is_cast &= len(encoder.widths) == 1 or self._has_several_dtypes()
         has_one_width = ModelSizes(self.whole, self.quantized).has_one_width
         if served or is_cast or has_one_width:
             tried = ["unpacked", "packed", "floats"]
