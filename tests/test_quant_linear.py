@@ -157,8 +157,8 @@ def test_dequantize_keeps_the_outputs_or_the_float_weights() -> None:
     assert type(back[0]) is nn.Linear and torch.equal(back[0].weight, weight)
     assert torch.equal(dequantize_model(model)(x), out)
     assert [type(m) for m in model] == [type(m) for m in net()]
-    with pytest.raises(MoQError, match="no quantized layer"):
-        dequantize_model(model)
+    # Of a folder that is unpacked while loading, transformers makes such a model.
+    assert torch.equal(dequantize_model(model)(x), out)
     with pytest.raises(MoQError, match="weights must be one of quantized, float, got 'int8'"):
         dequantize_model(quantize_model(net(), CONFIG), weights="int8")  # type: ignore[arg-type]
 

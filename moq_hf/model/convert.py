@@ -83,8 +83,9 @@ def dequantize_model(
 ) -> nn.Module:
     """Make every quantized layer of `model` a plain one again, in place.
 
-    Does it too for a model that `from_pretrained` loaded from a packed checkpoint, so
-    that it can be trained on.
+    Does it too for a model that `from_pretrained` loaded from a delivered folder, so
+    that it can be trained on. One whose weights are floats, as those of the layouts
+    "unpacked" and "floats", stays as it is.
 
     Args:
         model: Any module.
@@ -96,7 +97,7 @@ def dequantize_model(
         The model.
 
     Raises:
-        MoQError: `weights` is neither, or the model has no quantized layer.
+        MoQError: `weights` is neither, or the model has the layout "gemma".
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     >>> before = model[0].weight.detach().clone()
@@ -111,10 +112,6 @@ def dequantize_model(
         unpack(model)
         return given
     layers = quantized_layers(model)
-    if not layers:
-        raise MoQError(
-            "the model has no quantized layer: its weights are floats, which can be trained on as they are"
-        )
     written: set[int] = set()
     for layer in layers.values():
         weight = layer.float_weight
