@@ -575,12 +575,14 @@ class ConfigFields:
 
         >>> ConfigFields(bits=BitBudget(mean=3.0)).target_in_words
         '2, 3, 4 or 8 bits, 3 in the mean'
+        >>> ConfigFields(bits=1).target_in_words
+        '1 bit'
         >>> ConfigFields(bits=4, overrides={"*.layer.0.*": {"bits": 8}}).target_in_words
         '4 bits (*.layer.0.*: 8 bits)'
         """
-        words = (
-            f"{self.bits} bits" if isinstance(self.bits, int) else self.bits.in_words()
-        )
+        words = "1 bit" if self.bits == 1 else f"{self.bits} bits"
+        if isinstance(self.bits, BitBudget):
+            words = self.bits.in_words()
         others = [
             f"{glob}: {own.span_in_words}"
             for glob, own in self.variants().items()
