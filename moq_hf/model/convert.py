@@ -1,5 +1,6 @@
 """Make the layers of a model quantized ones, and plain ones again."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
@@ -22,6 +23,9 @@ from ..seams.transformers import unpack
 from ..weight_matrix import parameter_of
 from .inventory import Inventory, grid_of, is_packed
 from .selection import take_inventory
+from .sizes import ModelSizes
+
+logger = logging.getLogger(__name__)
 
 
 def quantize_model(
@@ -75,6 +79,9 @@ def quantize_model(
     except MoQError:
         dequantize_model(model, weights="float")
         raise
+    note = ModelSizes(inventory, {**layers, **embeddings}).at_full_size(config)
+    if note is not None:
+        logger.warning("moq_hf: %s", note)
     return model
 
 

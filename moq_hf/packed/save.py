@@ -14,17 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import (
-    MOST_FAULTS,
     MoQError,
     check_choice,
     one_line,
     read_json,
-    shortened,
     write_json,
 )
 from ..formats import mxfp4
-from ..formats.stored import MAX_PACKED_BITS, EncodeSpec
-from ..formats.table import LAYOUTS, Layout, has_codes
+from ..formats.stored import EncodeSpec
+from ..formats.table import LAYOUTS, Layout, at_full_size, has_codes
 from ..lora import is_merged
 from ..model.convert import quant_layers, quantized_layers
 from ..model.inventory import Inventory
@@ -721,25 +719,13 @@ def _warn(
     target: Path, encoder: Encoder, proof: Proof | None, reason: str | None
 ) -> None:
     """Say what of the model is not packed, and whether it does not compute what was evaluated."""
-    floats: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for name, layer in encoder.stored.items():
         if not has_codes(layer.stored):
-            bits = "float" if layer.stored == "float" else f"{layer.bits} bits"
-            floats.setdefault(bits, []).append(name)
+            reasons.setdefault(encoder.why_in_float(name), []).append(name)
     # One reason is enough: a folder of floats has its own.
-    if floats and (reason is None or encoder.layout != "floats"):
-        logger.warning(
-            "moq_hf: these layers are saved as floats on the grid, at full size, since the packed format has no place "
-            "for them (it is for 2 to %d bits of nn.Linear, tables and experts that are symmetric and not transposed, "
-            "without experts in FP4 but for MXFP4 in bfloat16, and not for classes such as DINOv2's, whose weights "
-            "transformers takes apart while loading; the layout gemma leaves experts, tied tables and what "
-            "transformers keeps in float32): %s",
-            MAX_PACKED_BITS,
-            "; ".join(
-                f"{bits}: {shortened(names, MOST_FAULTS)}"
-                for bits, names in floats.items()
-            ),
-        )
+    if reasons and (reason is None or encoder.layout != "floats"):
+        logger.warning("moq_hf: %s", at_full_size(reasons, len(encoder.stored)))
     if proof is None and encoder.dtypes - {encoder.dtype, "float32"}:
         logger.warning(
             "moq_hf: %s loads in %s, and the weights are %s in memory: cast the loaded model after its first call, or "

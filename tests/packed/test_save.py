@@ -167,9 +167,10 @@ def test_layers_above_8_bits_are_dense_on_their_grid_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = mixed(bert(), [12, 4], config_of(12, quantize_algo={"q_type": "asymmetric"}))
+    caplog.clear()
     save_quantized(model, tmp_path)
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert "12 bits: bert.encoder.layer.*.attention.self.query (2)" in warning and "self.key" not in warning
+    assert "packed (bert.encoder.layer.*.attention.self.query (2)" in warning and "self.key" not in warning
     name = "bert.encoder.layer.0.attention.self.query.weight"
     tensors = load_file(tmp_path / "model.safetensors")
     assert torch.equal(tensors[name], model.get_submodule(name[:-7]).quantized_weight())
@@ -488,6 +489,42 @@ def test_a_layout_without_codes_is_that_of_floats(layout: Any, tmp_path: Path) -
     assert verify_quantized(folder, model).summary().startswith("Floats on the grid, not packed.")
 
 
+@pytest.mark.parametrize(
+    ("bits", "why"), [(1, "2 bits are the fewest that are packed"), (9, "8 bits are the most that are packed")]
+)
+def test_bits_that_are_not_packed_are_told_before_and_after(
+    bits: int, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = f"every quantized layer is saved as floats on the grid, at full size: {why}"
+    model = quantize_model(bert(), MoQConfig(bits=bits))
+    assert caplog.messages == [f"moq_hf: {told}; the file will be as large as in float"]
+    caplog.clear()
+    save_quantized(model, tmp_path / "out")
+    assert caplog.messages == [f"moq_hf: {told}"]
+    # The same before the first step of a run; of a budget nobody knows it yet.
+    controller = MoQController(bert(), MoQConfig(bits=bits, start_bits=16), 99)
+    assert controller.warnings()[-1] == f"{told}; the file will be as large as in float"
+    budget = MoQConfig(bits={"mean": 3.0, "choices": [1, 4]})  # type: ignore[arg-type]
+    assert told not in "".join(MoQController(bert(), budget, 99).warnings())
+    # What is packed is not named.
+    caplog.clear()
+    save_quantized(quantize_model(bert(), MoQConfig(bits=4, overrides={"pooler": {"bits": bits}})), tmp_path / "one")
+    told = f"these layers are saved as floats on the grid, at full size: {why} (bert.pooler.dense)"
+    assert caplog.messages == [f"moq_hf: {told}"] * 2
+
+
+def test_a_class_whose_weights_are_taken_apart_is_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    model = quantize_model(hf.Dinov2ForImageClassification(hf.Dinov2Config(**sizes)), MoQConfig(bits=4))
+    save_quantized(model, tmp_path / "out")
+    told = "every quantized layer is saved as floats on the grid, at full size: transformers takes the weights of this "
+    assert [text.startswith(f"moq_hf: {told}") for text in caplog.messages] == [True, True]
+    # Who asks for it has no other reason.
+    caplog.clear()
+    save_quantized(quantize_model(bert(), MoQConfig(bits=4)), tmp_path / "floats", layout="floats")
+    assert caplog.messages == [f"moq_hf: {told.partition(': ')[0]}: the layout floats has no codes"]
+
+
 def test_experts_whose_names_in_the_files_are_others(tmp_path: Path) -> None:
     config = hf.GraniteMoeConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
     model = quantize_model(hf.GraniteMoeForCausalLM(config), config_of(4))
@@ -767,7 +804,7 @@ def test_a_blend_is_saved_as_it_was_evaluated(tmp_path: Path, caplog: pytest.Log
     layer = model.bert.pooler.dense
     layer.moq.blend = 0.25
     save_quantized(model, tmp_path)
-    assert "float: bert.pooler.dense" in caplog.text
+    assert "at full size: training ended before they were at their bits (bert.pooler.dense)" in caplog.text
     assert_loads(tmp_path, model)
 
 
