@@ -21,61 +21,6 @@ from ..schedule import FLOAT_BITS
 from ..seams.transformers import unpack
 from ..weight_matrix import parameter_of
 from .inventory import Inventory, grid_of, is_packed
-from .selection import take_inventory
-
-
-def quantize_model(
-    model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
-) -> nn.Module:
-    """Make the linear layers of `model`, and what else the config names, quantized ones, at their target bits.
-
-    Changes the model in place. `start_bits` is for a Trainer, which lowers the bits as
-    it trains. Layers that the config leaves out are plain float layers afterwards, also
-    if an earlier call quantized them. With `enabled: false` that is all of them.
-
-    In a loop without a callback each call of `model.train()` counts as an optimizer
-    step, as before each step of a Trainer: stochastic rounding draws anew, ranges of
-    inputs take over what they saw, and every `scale_refresh` steps the clipping ratios
-    are searched again. `load_state_dict` searches them too, and so does calling this
-    once more.
-
-    Args:
-        model: Any module.
-        config: A preset's name, a `MoQConfig`, a mapping or the path of a JSON file.
-
-    Returns:
-        The model.
-
-    Raises:
-        MoQError: Nothing to quantize, a budget (which only training can choose bits
-            for), a name in `modules_to_not_convert` that matches nothing, groups that
-            do not divide a layer's weight, weights that FSDP1 or tensor parallelism
-            took apart, or NaN or Inf in a weight. The model is a float one then.
-        MoQConfigError: The config is wrong.
-
-    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    >>> config = {"quantize_bits": {"target_bits": 2}, "modules_to_not_convert": ["1"]}
-    >>> layer = quantize_model(model, config)[0]
-    >>> len(layer.quantized_weight()[0].unique()) <= 4
-    True
-    """
-    config = MoQConfig.load(config)
-    if config.budget is not None:
-        raise MoQError(
-            "quantize_bits.target_bits: bits under a budget are chosen while a Trainer trains; give a number"
-        )
-    inventory = take_inventory(model, config)
-    layers, embeddings = prepare_model(inventory, config)
-    for name, layer in layers.items():
-        layer.set_bits(config.of(name).targets[0])
-    for table in embeddings.values():
-        table.moq.bits = inventory.table_bits or FLOAT_BITS
-    try:
-        check_finite({**layers, **embeddings})
-    except MoQError:
-        dequantize_model(model, weights="float")
-        raise
-    return model
 
 
 def dequantize_model(
@@ -98,9 +43,10 @@ def dequantize_model(
     Raises:
         MoQError: `weights` is neither, or the model has no quantized layer.
 
+    >>> from moq_hf import quantize_model
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     >>> before = model[0].weight.detach().clone()
-    >>> model = quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    >>> model = quantize_model(model, bits=4)
     >>> torch.equal(dequantize_model(model, weights="float")[0].weight, before)
     True
     """
