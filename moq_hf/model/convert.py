@@ -1,10 +1,12 @@
 """Make the layers of a model quantized ones, and plain ones again."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..config import MoQConfig
 from ..errors import MoQError, check_choice
@@ -12,15 +14,17 @@ from ..grid import FP4
 from ..inputs import inputs_out_of_reach, new_inputs
 from ..layer_state import LayerState
 from ..lora import merge_adapters
-from ..names import named_modules, unwrapped
+from ..names import named_modules, pretrained, unwrapped, without_peft
 from ..processes import device_of, largest_over_ranks, local_part, sharded_as
 from ..quant_experts import make_quantized, quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer, quant_class
 from ..quantizer import RoundingSeed
 from ..schedule import FLOAT_BITS
-from ..seams.transformers import unpack
+from ..seams.transformers import has_adapter, saves_checkpoint, unpack
 from ..weight_matrix import parameter_of
 from .inventory import Inventory, grid_of, is_packed
+
+logger = logging.getLogger(__name__)
 
 
 def dequantize_model(
@@ -71,6 +75,7 @@ def dequantize_model(
                 weight.copy_(sharded_as(weight, layer.quantized_copy(weight.dtype)))
         layer.release()
     merge_adapters(model, False, adopts=weights == "quantized")
+    _tell_of_saves(model, False)
     return given
 
 
@@ -136,6 +141,7 @@ def prepare_model(
     quantized: Any = quantized_layers(inventory.model)
     for layer in quantized.values():
         layer.invalidate()
+    _tell_of_saves(inventory.model, bool(quantized))
     layers = {name: quantized[name] for name in inventory.scheduled}
     return layers, {name: quantized[name] for name in inventory.embeddings}
 
@@ -146,6 +152,48 @@ def _quantized_layer(module: nn.Module, state: LayerState) -> QuantLayer:
     layer.moq = state
     module.__class__ = quant_class(type(module))
     return layer
+
+
+class _FloatSaves:
+    """The `save_pretrained` of a model with quantized layers: says that what it writes are float weights.
+
+    It lies on the instance, so that the model keeps its class, and is no function, so
+    that copies and pickles of the model have one of their own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.model
+        result = type(model).save_pretrained(model, *args, **kwargs)
+        is_main_process = kwargs.get("is_main_process", True)
+        if is_main_process and is_quantized(model) and not saves_checkpoint():
+            is_adapted = without_peft(model) is not model or has_adapter(model)
+            logger.warning(
+                "moq_hf: save_pretrained wrote %s answer otherwise than the quantized model in memory; "
+                "save_quantized(model, folder) writes that one, as a run with MoQ does at its end",
+                "the adapters alone, which on float weights"
+                if is_adapted
+                else "the float weights, which",
+            )
+        return result
+
+
+def _tell_of_saves(model: nn.Module, tells: bool) -> None:
+    """Have each part of a model that `from_pretrained` can load say that it saves floats, or no longer."""
+    for module in model.modules():
+        attributes = vars(module)
+        if isinstance(attributes.get("save_pretrained"), _FloatSaves):
+            del attributes["save_pretrained"]
+        is_adapted = without_peft(module) is not module
+        if tells and (isinstance(module, PreTrainedModel) or is_adapted):
+            attributes.setdefault("save_pretrained", _FloatSaves(module))
+
+
+def tells_of_saves(model: nn.Module) -> bool:
+    """Whether a model itself says that it saves float weights; a Trainer saves one of another class by itself."""
+    return "save_pretrained" in vars(pretrained(model))
 
 
 def check_finite(layers: Mapping[str, QuantLayer], *, gather: bool = False) -> None:

@@ -642,7 +642,9 @@ def _write_packed_files(
     options: SaveOptions,
 ) -> None:
     """Write the tensors, `config.json` with the quantization config, and the tokenizer or processor."""
-    model.save_pretrained(
+    # The class's own: a quantized model says of its floats that they are some.
+    type(model).save_pretrained(
+        model,
         folder,
         state_dict=dict(tensors),
         # The tensors have their names in the files already.
@@ -678,8 +680,8 @@ def _write_adapter(
     """Write PEFT's own files, but for paths on this machine and the card that has one."""
     # The folder has the tables already, as they are quantized.
     with_tables = "auto" if is_merged(model) else False
-    model.save_pretrained(
-        folder, state_dict=state_dict, save_embedding_layers=with_tables
+    type(model).save_pretrained(
+        model, folder, state_dict=state_dict, save_embedding_layers=with_tables
     )
     (folder / "README.md").unlink(missing_ok=True)
     # Those of other adapters than the first lie in folders of their own.
