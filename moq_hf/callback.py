@@ -697,10 +697,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         elif state.is_hyper_param_search:
             text += f" {done.summary} In {done.path}"
         else:
-            text += (
-                f" {done.summary}\nLoad it: {done.how_to_load}\n"
-                f"Report: moq-hf report {done.path.parent}"
-            )
+            text += f" {done.closing()}\nReport: moq-hf report {done.path.parent}"
         tqdm.write(text)
 
     def _tell_of_floats(self, folder: Path) -> None:

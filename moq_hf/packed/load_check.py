@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from ..errors import one_line
+from ..errors import MoQError, one_line
 from ..lora import is_merged
 from ..model.convert import quantized_layers
 from ..names import named_modules, plain_name, uncompiled, without_fsdp, without_peft
@@ -23,7 +23,9 @@ from ..processes import is_apart
 from ..quant_linear import QuantLayer
 from ..seams.sentence_transformers import body_of
 from ..seams.transformers import attention_to_load
+from ..text import counted
 from ..training.measuring import ONE_AT_A_TIME, evaluating
+from ..training.samples import check_batch
 from ..weight_matrix import parameter_of
 from .files import active_adapter
 
@@ -76,18 +78,18 @@ class Proof:
         if not self.agrees:
             return f"The saved model is NOT what was evaluated: {self.reason}"
         outputs = "identical outputs"
-        counted = [f"{self.examples} examples"]
+        compared = [counted(self.examples, "example")]
         if self.tokens:
-            counted.append(f"{self.tokens} generated tokens")
+            compared.append(counted(self.tokens, "generated token"))
         if self.inputs is not None:
-            counted.append(f"{self.inputs} activations")
+            compared.append(f"{self.inputs} activations")
         if self.largest_difference:
             outputs = "the same outputs but for rounding"
-            counted.append(f"largest difference {self.largest_difference:.3g}")
+            compared.append(f"largest difference {self.largest_difference:.3g}")
         cast = "" if self.dtype is None else f" and cast to {self.dtype}"
         return (
             f"Verified: loaded with plain transformers{cast}, the saved model gives {outputs} "
-            f"({', '.join(counted)})"
+            f"({', '.join(compared)})"
         )
 
 
@@ -131,8 +133,9 @@ class ReferenceOutputs:
         # With the inputs of layers rounded, where training does so, and without: not
         # every folder can say how they are.
         self._outputs: dict[bool, _Outputs] = {}
-        # Why there are no outputs.
+        # Why there are no outputs, and what of the batch the model did not take.
         self.reason: str | None = None
+        self.error: str | None = None
         rounding = {
             m: m.moq.inputs
             for m in self.model.modules()
@@ -150,7 +153,9 @@ class ReferenceOutputs:
             if tensors and all(tensor.isnan().all() for tensor in tensors):
                 self.reason = "all outputs of the model in memory are NaN"
         except Exception as error:
-            self.reason = f"the model in memory cannot evaluate a training batch ({one_line(error, named=True)[:300]})"
+            text = one_line(error, named=True)[:300]
+            self.error = None if isinstance(error, _NO_MEMORY) else text
+            self.reason = f"the model in memory cannot evaluate a batch ({text})"
         finally:
             for layer, rounded in rounding.items():
                 layer.moq.inputs = rounded
@@ -334,6 +339,22 @@ class ReferenceOutputs:
             if other is not None and tensor.dtype == torch.float32 != other.dtype:
                 tensor.data = tensor.data.to(other.dtype)
                 self._dtype = str(other.dtype).removeprefix("torch.")
+
+
+def reference_to(model: nn.Module, inputs: Mapping[str, Any]) -> ReferenceOutputs:
+    """The answers of a model to a batch that a user gave.
+
+    Raises:
+        MoQError: It is no batch, or the model cannot answer it.
+    """
+    check_batch(inputs)
+    reference = ReferenceOutputs(model, inputs)
+    if reference.error is not None:
+        raise MoQError(
+            f"inputs: the model cannot answer them ({reference.error}); give a batch as its forward pass takes it, "
+            'with tensors, as in tokenizer(text, return_tensors="pt")'
+        )
+    return reference
 
 
 def kept_batch(

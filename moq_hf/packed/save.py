@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..errors import (
@@ -40,6 +42,7 @@ from ..seams.transformers import (
     tied_parameters,
     write_packing_config,
 )
+from ..serving import GGUF, ONNX
 from ..text import quoted
 from ..training.controller import MoQController, handed_dtype
 from ..weight_matrix import parameter_of
@@ -60,13 +63,15 @@ from .files import (
     remove,
     staged,
     tensors_in,
+    tokenizer_files,
 )
-from .load_check import Proof, ReferenceOutputs, has_failed, quiet
+from .load_check import Proof, ReferenceOutputs, has_failed, quiet, reference_to
 from .state import (
     STATE_NAME,
     clean_metrics,
     hub_id,
     read_layers,
+    served_by,
     state_of,
     without_paths,
     write_state,
@@ -115,6 +120,8 @@ class Delivered:
             tried.
         summary: What it is, whether it was verified, and its size, in sentences.
         how_to_load: The Python expression that loads it.
+        export: The command that writes it for another runtime; None where there is
+            none.
     """
 
     path: Path
@@ -122,6 +129,12 @@ class Delivered:
     proof: Proof | None
     summary: str
     how_to_load: str
+    export: str | None = None
+
+    def closing(self) -> str:
+        """The summary, and a line each on how to load and how to deploy it."""
+        deploy = "" if self.export is None else f"\nDeploy: {self.export}"
+        return f"{self.summary}\nLoad it: {self.how_to_load}{deploy}"
 
 
 def save_quantized(
@@ -150,7 +163,8 @@ def save_quantized(
 
     With `inputs` the files are then loaded by plain `from_pretrained` and compared with
     the model. Where a layout does not agree, the next one takes its place, and floats
-    on the grid come last, with a warning.
+    on the grid come last, with a warning. What was written, whether it was verified and
+    how to load it is printed.
 
     Args:
         model: A transformers model with quantized layers, or a `PeftModel` around one.
@@ -164,8 +178,7 @@ def save_quantized(
             dict, or a mapping that makes each when it is asked for. At most one of the
             layers' weights is in memory at a time then.
         inputs: A batch as the model's forward pass takes it, to check the files with;
-            None does not load them. Where the model cannot answer it, a warning says
-            that nothing is proven.
+            None does not load them.
         layout: How the files hold the weights: "packed", "unpacked" (unpacked while
             loading) or "floats"; None is the first of them that transformers can load.
             "gemma" is transformers' own `quant_method`, which loading leaves packed;
@@ -178,7 +191,8 @@ def save_quantized(
         MoQError: The model is not one of transformers or has no quantized layer, a
             quantized weight is shared, sharded or holds NaN or Inf, transformers cannot
             make a model of its class, `layout` is none of these or "gemma" and has
-            no place for a layer, or the files cannot be written.
+            no place for a layer, the model cannot answer `inputs`, or the files cannot
+            be written.
 
     >>> import tempfile
     >>> from moq_hf import quantize_model, verify_quantized
@@ -187,7 +201,10 @@ def save_quantized(
     >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
     >>> model = quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     found = verify_quantized(save_quantized(model, folder), model)
+    ...     found = verify_quantized(save_quantized(model, folder), model)  # doctest: +ELLIPSIS
+    moq_hf: saved in ... Not verified: nothing was compared. 0.0112 MB, float 0.0146.
+    Load it: BertForSequenceClassification.from_pretrained(...)
+    Prove it: save_quantized(..., inputs=batch) loads the files and compares their answers
     >>> found.layers["bert.pooler.dense"].stored, found.layers["bert.pooler.dense"].bits
     ('packed', 4)
     """
@@ -195,11 +212,14 @@ def save_quantized(
         processing_class, controller, metrics, float_metrics, state_dict
     )
     check_choice("layout", layout, (None, *LAYOUTS))
-    reference = None if inputs is None else ReferenceOutputs(model, inputs)
-    saved = _Saving(model, directory, options).save(reference, layout)
-    if saved.proof is not None and saved.proof.agrees is None:
-        logger.warning("moq_hf: %s: %s", directory, saved.proof)
-    return Path(directory)
+    reference = None if inputs is None else reference_to(model, inputs)
+    saving = _Saving(model, directory, options)
+    done = saving.delivered(saving.save(reference, layout))
+    text = f"moq_hf: saved in {done.path}. {done.closing()}"
+    if inputs is None:
+        text += "\nProve it: save_quantized(..., inputs=batch) loads the files and compares their answers"
+    tqdm.write(text)
+    return done.path
 
 
 def deliver(
@@ -235,15 +255,7 @@ def deliver(
             raise
         reason = one_line(error, named=not isinstance(error, MoQError))
         saved = saving.save_by_hand(reason)
-    folder = saving.target
-    if saved.loads_by_hand:
-        load = f"model.load_state_dict(load_file({quoted(folder / SINGLE)}))"
-    else:
-        _, load = how_to_load(folder, str(folder))
-        if saving.is_adapted and not saving.is_merged:
-            adapter = quoted(active_adapter(folder, saving.whole_model))
-            load = f"PeftModel.from_pretrained({load}, {adapter})"
-    return Delivered(folder, saved.file_bytes, saved.proof, saved.summary(), load)
+    return saving.delivered(saved)
 
 
 class _Saving:
@@ -298,6 +310,23 @@ class _Saving:
             _warn(self.target, encoder, proof, reason)
             self._write_card(saved)
         return saved
+
+    def delivered(self, saved: Verification) -> Delivered:
+        """What to say of what was saved."""
+        folder = self.target
+        export = None
+        if saved.loads_by_hand:
+            load = f"model.load_state_dict(load_file({quoted(folder / SINGLE)}))"
+        else:
+            _, load = how_to_load(folder, str(folder))
+            if self.is_adapted and not self.is_merged:
+                adapter = quoted(active_adapter(folder, self.whole_model))
+                load = f"PeftModel.from_pretrained({load}, {adapter})"
+            elif self.model.main_input_name != "input_ids" or tokenizer_files(folder):
+                export = _export_of(folder)
+        return Delivered(
+            folder, saved.file_bytes, saved.proof, saved.summary(), load, export
+        )
 
     def _write(self, encoder: Encoder, by_hand: str | None = None) -> Verification:
         """Write the files of one layout and put them in place; `by_hand` is why `save_pretrained` does not."""
@@ -632,6 +661,16 @@ def _tied(model: nn.Module, layers: Mapping[str, QuantLayer]) -> dict[str, list[
         if layers[layer].float_weight is layers[other].float_weight:
             tied.setdefault(layer, []).append(other)
     return tied
+
+
+def _export_of(folder: Path) -> str | None:
+    """The command that exports a packed folder; None where it was tried with no other runtime."""
+    options = {GGUF: "gguf --converter convert_hf_to_gguf.py", ONNX: "onnx"}
+    for found in served_by(folder):
+        if found.server in options and found.answer == "yes":
+            place = shlex.quote(str(folder))
+            return f"moq-hf export {place} --to {options[found.server]}"
+    return None
 
 
 def _write_packed_files(

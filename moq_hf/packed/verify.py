@@ -47,7 +47,7 @@ from .files import (
     size_of,
     tensors_in,
 )
-from .load_check import Proof, ReferenceOutputs, has_failed
+from .load_check import Proof, has_failed, reference_to
 from .state import proof_in, read_layers
 
 # What the layout "gemma" calls the tensors of a table.
@@ -213,7 +213,7 @@ def verify_quantized(
     if inputs is None or model is None:
         proof = proof_in(state)
     else:
-        reference = ReferenceOutputs(model, inputs)
+        reference = reference_to(model, inputs)
         proof = reference.prove(folder, state["rounds_inputs"])
         if not proof.agrees:
             raise MoQError(f"{folder}: {proof}")
