@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,7 +41,6 @@ from ..seams.transformers import (
     tied_parameters,
     write_packing_config,
 )
-from ..serving import GGUF, ONNX
 from ..text import quoted
 from ..training.controller import MoQController, handed_dtype
 from ..weight_matrix import parameter_of
@@ -63,15 +61,14 @@ from .files import (
     remove,
     staged,
     tensors_in,
-    tokenizer_files,
 )
 from .load_check import Proof, ReferenceOutputs, has_failed, quiet, reference_to
 from .state import (
     STATE_NAME,
     clean_metrics,
+    export_command,
     hub_id,
     read_layers,
-    served_by,
     state_of,
     without_paths,
     write_state,
@@ -314,7 +311,6 @@ class _Saving:
     def delivered(self, saved: Verification) -> Delivered:
         """What to say of what was saved."""
         folder = self.target
-        export = None
         if saved.loads_by_hand:
             load = f"model.load_state_dict(load_file({quoted(folder / SINGLE)}))"
         else:
@@ -322,8 +318,7 @@ class _Saving:
             if self.is_adapted and not self.is_merged:
                 adapter = quoted(active_adapter(folder, self.whole_model))
                 load = f"PeftModel.from_pretrained({load}, {adapter})"
-            elif self.model.main_input_name != "input_ids" or tokenizer_files(folder):
-                export = _export_of(folder)
+        export = export_command(folder)
         return Delivered(
             folder, saved.file_bytes, saved.proof, saved.summary(), load, export
         )
@@ -661,16 +656,6 @@ def _tied(model: nn.Module, layers: Mapping[str, QuantLayer]) -> dict[str, list[
         if layers[layer].float_weight is layers[other].float_weight:
             tied.setdefault(layer, []).append(other)
     return tied
-
-
-def _export_of(folder: Path) -> str | None:
-    """The command that exports a packed folder; None where it was tried with no other runtime."""
-    options = {GGUF: "gguf --converter convert_hf_to_gguf.py", ONNX: "onnx"}
-    for found in served_by(folder):
-        if found.server in options and found.answer == "yes":
-            place = shlex.quote(str(folder))
-            return f"moq-hf export {place} --to {options[found.server]}"
-    return None
 
 
 def _write_packed_files(

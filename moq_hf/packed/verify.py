@@ -127,6 +127,15 @@ class Verification:
         before = megabytes(self.float_bytes).removesuffix(" MB")
         return f"{form}{proof}. {megabytes(self.file_bytes)}, float {before}."
 
+    def verdict(self) -> str:
+        """That the files are whole, and how they compared when they were saved, in two lines."""
+        summary = f"{self.proof}." if has_failed(self.proof) else self.summary()
+        version = self.state["versions"].get("transformers")
+        return (
+            "Intact: every tensor is as it was saved, and every weight is on the grid that it declares.\n"
+            f"Saved with transformers {version}. {summary}"
+        )
+
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         layers = f"<details><summary>Layers</summary><pre>{html.escape(self.table())}</pre></details>"
