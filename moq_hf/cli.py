@@ -58,7 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         add(command)
         command.set_defaults(run=run)
-    options = vars(parser.parse_args(argv))
+    parsed, rest = parser.parse_known_args(argv)
+    options = vars(parsed)
+    # Behind an option argparse of Python 3.11 finds no argument that may be left out.
+    is_export = options.get("run") is _export and "out" not in options
+    if is_export and len(rest) == 1 and not rest[0].startswith("-"):
+        options["out"] = rest.pop()
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if not options:
         parser.print_help(sys.stderr)
         return 2
