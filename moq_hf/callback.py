@@ -27,7 +27,7 @@ from .config import MoQConfig
 from .config_fields import DistillationConfig
 from .errors import MoQError, one_line
 from .forecast import Plan, plan
-from .model.convert import check_bypassed_weights, is_quantized
+from .model.convert import check_bypassed_weights, is_quantized, tells_of_saves
 from .model.selection import take_inventory
 from .names import pretrained, uncompiled
 from .packed.load_check import ReferenceOutputs, kept_batch
@@ -727,7 +727,8 @@ class MoQCallback(TrainerCallback, ExportableState):
                 )
         if state.is_world_process_zero:
             self._close(controller, state, best_step(args, state))
-        if self.trainer is None and args.should_save:
+        is_told = self.trainer is not None or tells_of_saves(controller.model)
+        if args.should_save and not is_told:
             tell_of_saves(self._host, self._tell_of_floats)
 
     def _close(
@@ -750,10 +751,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         elif state.is_hyper_param_search:
             text += f" {done.summary} In {done.path}"
         else:
-            text += (
-                f" {done.summary}\nLoad it: {done.how_to_load}\n"
-                f"Report: moq-hf report {done.path.parent}"
-            )
+            text += f" {done.closing()}\nReport: moq-hf report {done.path.parent}"
         tqdm.write(text)
 
     def _tell_of_floats(self, folder: Path) -> None:

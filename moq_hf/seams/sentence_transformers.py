@@ -50,15 +50,15 @@ def save_around(
         write(folder)
         return
 
-    def save_pretrained(path: str, **_: Any) -> None:
-        del vars(body)["save_pretrained"]
-        write(Path(path))
-
-    vars(body)["save_pretrained"] = save_pretrained
+    attributes = vars(body)
+    before = attributes.pop("save_pretrained", None)
+    attributes["save_pretrained"] = lambda path, **_: write(Path(path))
     try:
         model.save(str(folder), create_model_card=False)
     finally:
-        vars(body).pop("save_pretrained", None)
+        del attributes["save_pretrained"]
+        if before is not None:
+            attributes["save_pretrained"] = before
 
 
 def loads_as(folder: Path) -> str | None:

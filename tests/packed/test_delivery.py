@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
 from model_zoo import CONFIG, arguments, inputs_of, new_model, rows_of
+from repo import ROOT
 from safetensors.torch import load_file, save_file
 from stranger import outputs_of
 from torch import nn
@@ -208,7 +210,7 @@ def test_what_cannot_be_proven_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         assert "does not fit beside it" in str(verify_quantized(tmp_path).proof)
         assert state_of(tmp_path)["layout"] == "packed" and state_of(tmp_path)["proof"]["agrees"] is None
     proof = ReferenceOutputs(model, {"pixel_values": torch.zeros(1)}).prove(tmp_path)
-    assert proof.agrees is None and "cannot evaluate a training batch (" in str(proof)
+    assert proof.agrees is None and "cannot evaluate a batch (" in str(proof)
 
 
 class Weighted(hf.BertForSequenceClassification):
@@ -371,17 +373,78 @@ def test_the_card_names_the_class_that_was_saved(cls: Any, config: Any, module: 
     assert f"from {module} import {cls.__name__}\n" in card and f"\nmodel = {cls.__name__}.from_pretrained(" in card
 
 
-def test_wrong_arguments_are_one_error_and_an_unanswered_batch_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({}, r"inputs must hold tensors, as in tokenizer\(text, return_tensors=\"pt\"\): they are empty"),
+        ({"input_ids": [[5, 6]]}, "inputs must hold tensors, .*: input_ids is a list"),
+        ({"input_ids": np.ones((1, 4), int)}, "inputs must hold tensors, .*: input_ids is a ndarray"),
+        ("hi there", "inputs must be a batch as the model's forward pass takes it, .*; got str"),
+        (torch.ones(1, 4).long(), "inputs must be a batch .*; got Tensor"),
+        ({"input_ids": torch.ones(1, 4).long(), "attention_mask": [[1] * 4]}, "cannot answer them .* with tensors"),
+        (
+            {"ids": torch.ones(1, 4).long()},
+            r"inputs: the model cannot answer them \((TypeError|ValueError): .*\); give a",
+        ),
+    ],
+)
+def test_wrong_inputs_are_one_error_before_anything_is_written(inputs: Any, message: str, tmp_path: Path) -> None:
     model = quantize_model(bert(), FIXED)
-    with pytest.raises(
-        MoQError, match="layout must be one of None, packed, unpacked, floats, gemma, mxfp4, got 'dense'"
-    ):
-        save_quantized(model, tmp_path / "out", layout="dense")  # type: ignore[arg-type]
+    with pytest.raises(MoQError, match=message):
+        save_quantized(model, tmp_path / "out", inputs=inputs)
     assert not (tmp_path / "out").exists()
-    save_quantized(model, tmp_path / "out", inputs={})
-    assert "out: Not verified: the model in memory cannot evaluate" in caplog.text
+    save_quantized(model, tmp_path / "out")
+    with pytest.raises(MoQError, match=message):
+        verify_quantized(tmp_path / "out", model, inputs=inputs)
+
+
+def test_a_wrong_layout_is_one_error(tmp_path: Path) -> None:
+    message = "layout must be one of None, packed, unpacked, floats, gemma, mxfp4, got 'dense'"
+    with pytest.raises(MoQError, match=message):
+        save_quantized(quantize_model(bert(), FIXED), tmp_path / "out", layout="dense")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def test_saving_ends_with_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = quantize_model(bert(), FIXED)
+    folder = tmp_path / "my model"
+    assert save_quantized(model, folder, inputs=inputs_of(TASK, model)) == folder
+    assert capsys.readouterr().out == (
+        f"moq_hf: saved in {folder}. {verify_quantized(folder).summary()}\n"
+        f'Load it: BertForSequenceClassification.from_pretrained("{folder}")\n'
+    )
+    assert "Verified: loaded with plain transformers" in verify_quantized(folder).summary()
+    # The command needs its tokenizer.
+    tokenizer = hf.AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
+    save_quantized(model, folder, processing_class=tokenizer)
+    assert capsys.readouterr().out == (
+        f"moq_hf: saved in {folder}. Not verified: nothing was compared. {megabytes_of(folder)}\n"
+        f'Load it: BertForSequenceClassification.from_pretrained("{folder}")\n'
+        f"Deploy: moq-hf export '{folder}' --to onnx\n"
+        "Prove it: save_quantized(..., inputs=batch) loads the files and compares their answers\n"
+    )
+
+
+def megabytes_of(folder: Path) -> str:
+    return verify_quantized(folder).summary().partition("compared. ")[2]
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "command"),
+    [
+        (("Llama", "causal LM"), {"quantize_group_size": 32}, "gguf --converter convert_hf_to_gguf.py"),
+        (("ViT", "image classification"), {}, "onnx"),
+        # llama.cpp takes groups of 32, and no runtime GPT-2.
+        (("GPT-2", "causal LM"), {}, None),
+    ],
+)
+def test_the_command_to_deploy_is_one_that_takes_the_model(
+    model: tuple[str, str], config: dict[str, Any], command: str | None, tmp_path: Path
+) -> None:
+    made = quantize_model(new_model(*model), {**FIXED, "quantize_groups": "per_channel", **config})
+    tokenizer = hf.AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
+    done = checkpoint.deliver(made, tmp_path, SaveOptions(tokenizer), None)
+    assert done.export == (command and f"moq-hf export {tmp_path} --to {command}")
 
 
 def test_a_loss_reads_the_quantized_weight_and_differentiates_by_the_parameter(tmp_path: Path) -> None:

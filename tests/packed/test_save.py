@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import version as read_version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,16 @@ from safetensors.torch import load_file, save_file
 from small_files import files_of
 from tables import quant_embeddings
 
-from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, quantizer, save_quantized, verify_quantized
+from moq_hf import (
+    MoQConfig,
+    MoQError,
+    dequantize_model,
+    quantize_model,
+    quantizer,
+    save_quantized,
+    serving,
+    verify_quantized,
+)
 from moq_hf.cli import main
 from moq_hf.grid import Grid, PerChannel, PerGroup
 from moq_hf.model.convert import quant_layers
@@ -475,11 +485,11 @@ def test_a_tensor_that_the_folder_lacks_is_told(tmp_path: Path) -> None:
         verify_quantized(tmp_path / "packed", model)
 
 
-def test_answers_that_are_all_nan_prove_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_answers_that_are_all_nan_prove_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = mixed(bert(), [4], config_of(4))
     model.classifier.bias.data.fill_(torch.nan)
     save_quantized(model, tmp_path / "packed", inputs=IDS)
-    assert "Not verified: all outputs of the model in memory are NaN" in caplog.text
+    assert "Not verified: all outputs of the model in memory are NaN" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("layout", ["packed", "unpacked"])
@@ -827,15 +837,53 @@ def test_saving_and_the_proof_leave_the_model_and_the_random_numbers_alone(tmp_p
     }
 
 
-def test_inspect_prints_a_table(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(saved)]) == 0
-    layers, _, servers = capsys.readouterr().out.partition("\n\nserved by\n")
-    lines = layers.splitlines()
-    assert servers.split()[:3] == ["transformers", "5.23.0", "yes"]
-    assert lines[0].split() == ["module", "bits", "stored", "scales", "bytes", "before"]
-    assert lines[1].split()[:4] == ["bert.encoder.layer.0.attention.self.query", "8", "packed", "4"]
-    assert lines[-3].startswith("10 quantized layers: ") and lines[-2].startswith("all weights: ")
-    assert re.fullmatch(r"quantized: 9\d\.\d % of the model's [\d,]+ parameters; mean \d\.\d\d bits .*", lines[-1])
+def test_inspect_begins_with_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_quantized(mixed(bert(), [8], config_of(8)), tmp_path, inputs=IDS)
+    capsys.readouterr()
+    # Of the one that is installed, and of the one that saved.
+    monkeypatch.setattr(serving.transformers, "__version__", "5.99.0")
+    assert main(["inspect", str(tmp_path)]) == 0
+    head, layers, servers = capsys.readouterr().out.split("\n\n")
+    lines = head.splitlines()
+    assert lines[0] == "Intact: every tensor is as it was saved, and every weight is on the grid that it declares."
+    version = read_version("transformers")
+    assert lines[1].startswith(f"Saved with transformers {version}. Verified: loaded with plain transformers, ")
+    assert lines[2].startswith("13 quantized layers: ") and lines[3].startswith("all weights: ")
+    assert re.fullmatch(r"quantized: \d\d\.\d % of the model's [\d,]+ parameters; mean \d+\.\d\d bits .*", lines[4])
+    rows = layers.splitlines()
+    assert rows[0].split() == ["module", "bits", "stored", "scales", "bytes", "before"]
+    assert rows[1].split()[:4] == ["bert.encoder.layer.0.attention.self.query", "8", "packed", "4"]
+    assert servers.split()[:5] == ["served", "by", "transformers", "5.99.0", "yes"]
+    assert main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{head}\n"
+
+
+def test_verify_fails_where_something_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_quantized(mixed(bert(), [8], config_of(8)), tmp_path)
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "Saved with transformers" in (told := capsys.readouterr().out)
+    assert "Not verified: nothing was compared. 0." in told
+    proof = {
+        "agrees": False,
+        "examples": 3,
+        "largest_difference": 0.5,
+        "tokens": None,
+        "reason": "outputs differ by 0.5",
+    }
+    state = json.loads((tmp_path / STATE_NAME).read_text())
+    write_state(tmp_path, state | {"proof": proof | {"inputs": None, "dtype": None}})
+    assert main(["verify", str(tmp_path)]) == 2
+    found = capsys.readouterr()
+    assert found.err.endswith(f"{tmp_path}: The saved model is NOT what was evaluated: outputs differ by 0.5\n")
+    assert found.out == "" and main(["inspect", str(tmp_path)]) == 0
+    assert "The saved model is NOT what was evaluated: outputs differ by 0.5." in capsys.readouterr().out
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "classifier.bias": tensors["classifier.bias"] + 1}, tmp_path / "model.safetensors")
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "classifier.bias is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bits", [12, 15])
