@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers import (
+    DefaultFlowCallback,
     IntervalStrategy,
     Trainer,
     TrainerCallback,
@@ -49,6 +50,7 @@ from .seams.transformers import (
     is_reporter,
     loss_scale,
     tell_of_saves,
+    train_no_more_than_asked,
 )
 from .training import messages
 from .training.checkpoints import (
@@ -75,16 +77,16 @@ _SHOWN = ("moq/bits", "moq/mean_bits", "moq/blend")
 
 
 class _AfterAll(TrainerCallback):
-    """Delivers after all other callbacks, since one of them may change the weights at the end, as an EMA's does."""
+    """Acts once, in an event that is under way, after all other callbacks."""
 
-    def __init__(self, trainer: Trainer, deliver: Callable[[], None]) -> None:
+    def __init__(self, trainer: Trainer, event: str, act: Callable[[], Any]) -> None:
         self.trainer = trainer
-        self.deliver = deliver
+        self.act = act
+        setattr(self, event, self._act)
 
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Deliver, once."""
+    def _act(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.remove_callback(self)
-        self.deliver()
+        self.act()
 
 
 class _AfterLoss(TrainerCallback):
@@ -250,7 +252,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Optimizer steps of the run that the schedule counts; those that a resumed one was planned for."""
         if resumed is None:
             return state.max_steps - state.global_step
-        return planned_steps(self.config, resumed, state.max_steps)
+        return planned_steps(self.config, resumed, _steps_of(state))
 
     @property
     def _name(self) -> str:
@@ -379,6 +381,18 @@ class MoQCallback(TrainerCallback, ExportableState):
         callback_states(state)[self._name] = self.state()
         if not controller.has_arrived:
             forget_best(state)
+        if state.global_step >= state.max_steps:
+            self._train_no_more(args, state)
+
+    def _train_no_more(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Take no step in a run that was killed after its last one; evaluate it, if it was killed before that."""
+        train_no_more_than_asked(self._host)
+        flow = DefaultFlowCallback()
+        after_last_step = flow.on_step_end(args, state, TrainerControl())
+        is_due = flow.on_epoch_end(args, state, after_last_step).should_evaluate
+        if is_due and last_metrics(state.log_history).get("step") != state.global_step:
+            evaluate = _AfterAll(self._host, "on_train_begin", self._host.evaluate)
+            self._host.add_callback(evaluate)
 
     def _check_host(self, controller: MoQController, args: TrainingArguments) -> None:
         """Refuse a Trainer whose result could not be delivered, or whose reference was quantized too soon.
@@ -441,7 +455,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         schedule = controller.schedule
         # Steps that the schedule never counted: those before it began, and skipped
         # ones.
-        steps = state.max_steps - (state.global_step - schedule.steps)
+        steps = _steps_of(state) - (state.global_step - schedule.steps)
         check_room(schedule, steps)
         # What depends on the length, a resumed schedule has of the run that it began
         # in.
@@ -460,8 +474,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         sensitivity = controller.sensitivity
         if schedule.steps:
             measured = None if sensitivity is None else sensitivity.values
+            is_over = state.global_step >= state.max_steps
             tqdm.write(
-                f"moq_hf: the run goes on {messages.standing(schedule, steps, measured)}"
+                f"moq_hf: the run {'was over, and is delivered,' if is_over else 'goes on'} "
+                f"{messages.standing(schedule, steps, measured)}"
             )
         else:
             tqdm.write(f"moq_hf plan: {self.plan.table()}")
@@ -514,8 +530,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._has_switched = False
         controller.check_ranks(skipped)
         if skipped:
-            if controller.sensitivity is not None:
-                controller.sensitivity.samples.clear()
+            controller.skip()
             return
         had_arrived = controller.has_arrived
         schedule = controller.schedule
@@ -693,8 +708,9 @@ class MoQCallback(TrainerCallback, ExportableState):
             self._kept = None if batch is None else kept_batch(batch)
         if not controller.has_begun:
             return
+        # One of the others may change the weights at the end, as an EMA's does.
         deliver = functools.partial(self._deliver, controller, args, state)
-        self._host.add_callback(_AfterAll(self._host, deliver))
+        self._host.add_callback(_AfterAll(self._host, "on_train_end", deliver))
 
     @property
     def _folder(self) -> Path:
@@ -852,6 +868,11 @@ def write_result(
         if gathered is not None:
             options = replace(options, state_dict=gathered)
         return deliver(model, folder, options, answers)
+
+
+def _steps_of(state: TrainerState) -> int:
+    """Optimizer steps of a run, those of a checkpoint beyond its end included."""
+    return max(state.max_steps, state.global_step)
 
 
 def _shown(metrics: Mapping[str, Any]) -> dict[str, Any]:

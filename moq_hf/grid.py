@@ -235,6 +235,15 @@ class Grid:
         own = FP4.get(self.format_at(bits))
         return own.top if own else self.limits(bits)[0 if self.is_full(bits) else 1]
 
+    def reach(self, bits: int) -> int:
+        """How many scales the farthest code can be from zero.
+
+        >>> Grid().reach(4), Grid(full=True).reach(4), Grid(symmetric=False).reach(4), Grid().reach(1)
+        (7, 8, 15, 1)
+        """
+        least, most = self.limits(bits)
+        return max(1, most, -least)
+
     def searches(self, bits: int) -> bool:
         """Whether clipping ratios are searched at a bit width; ternary and binary grids set their own scale.
 

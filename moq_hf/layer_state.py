@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from transformers import Trainer
 
 from . import quantizer, triton_quant
 from .config import MoQConfig
+from .errors import MoQError, one_line
 from .grid import Grid
 from .inputs import InputObserver
 from .processes import is_sharded
@@ -26,6 +27,13 @@ from .weight_matrix import Kind, from_rows, parameter_of, to_rows
 # Every call of a module runs this code, whatever the module's class is.
 _MODULE_CALL = nn.Module._call_impl.__code__
 _FORWARD = ("forward", "compute_loss", "prediction_step")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def makes_state(function: _Function) -> _Function:
+    """Decorate what makes tensors that outlive a pass, so that they can be trained with after one in inference mode."""
+    without_graph = torch.no_grad()(function)
+    return torch.inference_mode(False)(without_graph)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -115,6 +123,7 @@ class LayerState:
             pass.
         scale: The weight's scale when it was last quantized; not finite where a group
             held NaN or Inf.
+        dtype: What it was quantized to then.
         lora: Gives the weight with PEFT's adapters in it, where `"lora": "merged"` asks
             for that; see `MergedLora`.
     """
@@ -133,6 +142,7 @@ class LayerState:
     handed_over: bool = False
     handed_dtype: torch.dtype | None = None
     scale: Tensor | None = field(default=None, repr=False)
+    dtype: torch.dtype = torch.float32
     lora: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -205,6 +215,10 @@ class LayerState:
             dtype: Of the result; None is what a matrix product takes: autocast's dtype,
                 or the weight's own.
             training: Whether the layer is in training.
+
+        Raises:
+            MoQError: A transform of torch.func has stacked the weight, or goes forward.
+            RuntimeError: The device has no memory for it.
         """
         if dtype is None:
             dtype = _matmul_dtype(weight)
@@ -215,17 +229,27 @@ class LayerState:
         if self.bits == FLOAT_BITS or weight.is_meta:
             return self.merged(weight)
         changes = training or torch.is_grad_enabled() or self.handed_over
-        # What torch.func and torch.export trace has no memory of its own, by which a
-        # copy would be known.
-        if changes or is_transformed() or is_exporting():
-            self.copies.clear()
-            weight = self.merged(weight)
-            quantized = self.fake_quantize(weight, dtype)
-        else:
-            quantized = self.copy_of(weight, dtype)
-        if self.made is not None:
-            self.made.append(quantized)
-        return straight_through(weight, quantized)
+        try:
+            # What torch.func and torch.export trace has no memory of its own, by which
+            # a copy would be known.
+            if changes or is_transformed() or is_exporting():
+                self.copies.clear()
+                weight = self.merged(weight)
+                quantized = self.fake_quantize(weight, dtype)
+            else:
+                quantized = self.copy_of(weight, dtype)
+            if self.made is not None:
+                self.made.append(quantized)
+            return straight_through(weight, quantized)
+        except RuntimeError as error:
+            if not is_transformed():
+                raise
+            raise MoQError(
+                f"{parameter_of(self.name, self.kind)} cannot be quantized inside this transform of torch.func "
+                f"({one_line(error)[:200]}): neither vmap over stacked weights nor forward mode (jvp, hessian) works. "
+                "Map over inputs alone, call the models one by one, or make float ones of them by "
+                "moq_hf.dequantize_model"
+            ) from error
 
     def renew(self) -> None:
         """After a change of bits, ratios or blend: write them where captured CUDA graphs read them."""
@@ -254,8 +278,10 @@ class LayerState:
             dtype=dtype,
             **how,
         )
-        # What is traced has no values that could be looked at afterwards.
-        self.scale = None if is_exporting() else scale
+        # What is traced has no values that could be looked at afterwards, and no step
+        # follows on what inference mode makes.
+        is_read = not is_exporting() and not torch.is_inference_mode_enabled()
+        self.scale, self.dtype = scale if is_read else None, dtype
         return from_rows(values, self.kind, weight.shape).contiguous()
 
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -275,7 +301,8 @@ class LayerState:
         # Looked up once: another thread may drop the copies meanwhile.
         kept = self.copies.get(dtype)
         if kept is None or kept[1] != made_of:
-            kept = self.fake_quantize(self.merged(weight), dtype), made_of, sources
+            make = makes_state(self.fake_quantize)
+            kept = make(self.merged(weight), dtype), made_of, sources
             self.copies[dtype] = kept
         return kept[0]
 

@@ -114,7 +114,7 @@ def experts_parameters(module: nn.Module) -> list[str]:
     return [
         name
         for name, value in module._parameters.items()
-        if value is not None and value.dim() == 3 and value.is_floating_point()
+        if value is not None and value.dim() == 3
     ]
 
 

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from . import quantizer
 from .errors import MoQError
 from .inputs import InputObserver, inputs_out_of_reach
-from .layer_state import LayerState, straight_through
+from .layer_state import LayerState, makes_state, straight_through
 from .processes import is_apart, shape_of, whole
 from .schedule import FLOAT_BITS
 from .seams.transformers import convolve, is_scaled_table
@@ -181,6 +181,7 @@ class QuantLayer(QuantModule):
         self.moq.bits = bits
         self.search_ratios()
 
+    @makes_state
     def search_ratios(self) -> None:
         """Search the clipping ratios for the weight as it is now, where the grid wants any."""
         state = self.moq
@@ -211,6 +212,7 @@ class QuantLayer(QuantModule):
             self._count_step(mode)
         return self
 
+    @makes_state
     def _count_step(self, mode: bool) -> None:
         """Take a call of `train()` for an optimizer step; input ranges are brought up to date by `eval()` too.
 
@@ -240,6 +242,7 @@ class QuantLayer(QuantModule):
         if self.moq.ratio is not None:
             self.search_ratios()
 
+    @makes_state
     def weight_changed(self) -> None:
         """After a change of the weight: bring what belongs to it to its device, and drop the copies."""
         state, device = self.moq, self.float_weight.device

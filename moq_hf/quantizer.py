@@ -505,7 +505,7 @@ def _range(x: Tensor, bits: int, grid: Grid) -> tuple[Tensor, Tensor]:
     if grid.symmetric and not grid.is_full(bits):
         high = torch.maximum(high, -low)
         return -high, high
-    return low.clamp_(max=0.0), high.clamp_(min=0.0)
+    return low.clamp(max=0.0), high.clamp(min=0.0)
 
 
 def _uniform_scale(

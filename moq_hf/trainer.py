@@ -301,6 +301,8 @@ class MoQTrainer(Trainer):
                 "a DeepSpeed config"
             )
         step = cast(MoQCallback, self._live_moq()).offset(self.state)
+        # A checkpoint may be beyond the end that the run has now.
+        num_training_steps = max(num_training_steps, self.state.global_step)
         if not 0 < step < num_training_steps:
             raise MoQError(
                 f"float_first {self.float_phase.share:g} of {num_training_steps} optimizer steps is step {step}: it "

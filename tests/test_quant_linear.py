@@ -1,11 +1,14 @@
 import copy
 import pickle
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.func import functional_call, grad, hessian, stack_module_state, vmap
 from torch.nn.utils import parametrizations
 from transformers import BertForSequenceClassification
 from transformers.pytorch_utils import Conv1D
@@ -229,6 +232,93 @@ def test_what_a_change_of_class_would_break_stays_in_float_and_is_named(first: A
     assert list(quant_layers(quantize_model(model, named))) == ["2"]
     with pytest.raises(MoQError, match=f"no linear layer is left to quantize: 0 has {reason}"):
         quantize_model(nn.Sequential(first()), CONFIG)
+
+
+class Dispatching(torch.Tensor):
+    """As torchao's: a dtype of floats, and operators of its own."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> "Dispatching":
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values_inside = values
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values_inside)
+        raise RuntimeError(f"{func} is not implemented")
+
+
+SQUARE = torch.ones(16, 16)
+NO_FLOATS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "float8": (lambda: SQUARE.to(torch.float8_e4m3fn), "a weight of float8_e4m3fn"),
+    "float4": (
+        lambda: SQUARE.to(torch.uint8).view(torch.float4_e2m1fn_x2),
+        "a weight of float4_e2m1fn_x2",
+    ),
+    "int8": (lambda: SQUARE.to(torch.int8), "a weight of int8"),
+    "uint4": (lambda: SQUARE.to(torch.uint8).view(torch.uint4), "a weight of uint4"),
+    "complex": (lambda: SQUARE.to(torch.complex64), "a weight of complex64"),
+    "sparse": (SQUARE.to_sparse, "a weight in the layout sparse_coo"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([SQUARE, SQUARE], layout=torch.jagged),
+        "a weight in the layout nested",
+    ),
+    "subclass": (lambda: Dispatching(SQUARE), "a weight of test_quant_linear's class Dispatching"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FLOATS)
+def test_weights_that_are_no_floats_in_plain_memory_are_told(kind: str) -> None:
+    make, reason = NO_FLOATS[kind]
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 2))
+    model[0].weight = nn.Parameter(make(), requires_grad=False)
+    says = rf"these layers cannot be quantized: 0 \({re.escape(reason)}\): start from a model in float32, .* or name"
+    for prepare in (quantize_model, lambda *given: MoQController(given[0], MoQConfig.from_dict(given[1]))):
+        with pytest.raises(MoQError, match=says):
+            prepare(model, CONFIG)
+    assert not quant_layers(model)
+    quantize_model(model, {**CONFIG, "modules_to_not_convert": ["0"]})
+    assert list(quant_layers(model)) == ["1"]
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(8), nn.LazyConv1d(8, 1)])
+def test_a_layer_that_does_not_know_its_size_yet_is_told(lazy: Any) -> None:
+    model = nn.Sequential(lazy, nn.Linear(8, 8), nn.Linear(8, 2))
+    config = {**CONFIG, "quantize_convolutions": isinstance(lazy, nn.Conv1d)}
+    says = (
+        r"these layers cannot be quantized: 0 \(no weight before its first call\): call the model once first, or name"
+    )
+    with pytest.raises(MoQError, match=says):
+        quantize_model(model, config)
+    left_out = {**CONFIG, "modules_to_not_convert": ["0"]}
+    with pytest.raises(MoQError, match=r"0\.weight has no shape .*: call the model once first"):
+        MoQController(model, MoQConfig.from_dict(left_out))
+    assert list(quant_layers(quantize_model(model, left_out))) == ["1"]
+
+
+# PyTorch's own, when it loads its rules for forward mode.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+def test_weights_that_vmap_stacks_are_told() -> None:
+    models = [quantize_model(net(), CONFIG) for _ in range(2)]
+    stacked, _ = stack_module_state(models)
+    x = torch.randn(3, 8)
+
+    def answer(parameters: Any) -> torch.Tensor:
+        return functional_call(models[0], parameters, (x,))  # type: ignore[no-any-return]
+
+    says = r"^0\.weight cannot be quantized inside this transform of torch\.func .*call the models one by one"
+    for act in (
+        lambda: vmap(answer)(stacked),
+        lambda: vmap(grad(lambda parameters: answer(parameters).sum()))(stacked),
+        lambda: hessian(lambda parameters: answer(parameters).sum())(dict(models[0].named_parameters())),
+    ):
+        with pytest.raises(MoQError, match=says):
+            act()
+    # Inputs may be stacked.
+    assert vmap(models[0])(x[None]).shape == (1, 3, 4)
 
 
 def test_a_parametrization_that_comes_too_late_is_told() -> None:

@@ -103,7 +103,7 @@ ELSEWHERE = {
     "training/test_lora.py": ["ADAPTED", "ORIGINAL", "TRAINED_COPIES", "active_lora", "has_adapter", "lora_fault"],
     "training/test_plan_in_training.py": ["add_notebook_column", "call_first", "is_reporter", "tell_of_saves"],
     "training/test_precision.py": ["loss_scale"],
-    "training/test_resume.py": ["callback_states", "checkpoint_folder"],
+    "training/test_resume.py": ["callback_states", "checkpoint_folder", "train_no_more_than_asked"],
     "training/test_tasks.py": ["has_dora", "is_its_own_reference", "is_peft", "trains_tokens"],
 }
 

@@ -1,7 +1,8 @@
 """Make the layers of a model quantized ones, and plain ones again."""
 
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -12,21 +13,29 @@ from ..config import MoQConfig
 from ..errors import MoQError, check_choice
 from ..grid import FP4
 from ..inputs import inputs_out_of_reach, new_inputs
-from ..layer_state import LayerState
+from ..layer_state import LayerState, makes_state
 from ..lora import merge_adapters
 from ..names import named_modules, pretrained, unwrapped, without_peft
-from ..processes import device_of, largest_over_ranks, local_part, sharded_as
+from ..processes import (
+    device_of,
+    is_apart,
+    largest_over_ranks,
+    local_part,
+    sharded_as,
+)
 from ..quant_experts import make_quantized, quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer, quant_class
 from ..quantizer import RoundingSeed
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import has_adapter, saves_checkpoint, unpack
+from ..text import dtype_name
 from ..weight_matrix import parameter_of
 from .inventory import Inventory, grid_of, is_packed
 
 logger = logging.getLogger(__name__)
 
 
+@makes_state
 def dequantize_model(
     model: nn.Module, *, weights: Literal["quantized", "float"] = "quantized"
 ) -> nn.Module:
@@ -46,7 +55,8 @@ def dequantize_model(
         The model.
 
     Raises:
-        MoQError: `weights` is neither, or the model has the layout "gemma".
+        MoQError: `weights` is neither, the model has the layout "gemma", or what would
+            be written holds NaN or Inf.
 
     >>> from moq_hf import quantize_model
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
@@ -62,6 +72,8 @@ def dequantize_model(
         unpack(model)
         return given
     layers = quantized_layers(model)
+    if weights == "quantized":
+        check_finite(layers, gather=True)
     written: set[int] = set()
     for layer in layers.values():
         weight = layer.float_weight
@@ -96,6 +108,7 @@ def is_quantized(model: nn.Module) -> bool:
     return any(layer.moq.bits != FLOAT_BITS for layer in layers)
 
 
+@makes_state
 def prepare_model(
     inventory: Inventory, config: MoQConfig
 ) -> tuple[dict[str, QuantLayer], dict[str, QuantEmbedding]]:
@@ -194,7 +207,7 @@ def tells_of_saves(model: nn.Module) -> bool:
 
 
 def check_finite(layers: Mapping[str, QuantLayer], *, gather: bool = False) -> None:
-    """Stop if a quantized weight holds NaN, Inf or what its format cannot, with a single wait for the device.
+    """Stop if a weight holds NaN, Inf or what its format cannot, or becomes Inf on its grid; one wait for the device.
 
     Args:
         layers: By name.
@@ -204,38 +217,57 @@ def check_finite(layers: Mapping[str, QuantLayer], *, gather: bool = False) -> N
     Raises:
         MoQError: Names the parameters.
     """
-    flags: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     for name, layer in layers.items():
         seen = layer.whole_weight() if gather else local_part(layer.float_weight)
-        if layer.moq.bits == FLOAT_BITS or seen.is_meta:
+        if layer.moq.bits == FLOAT_BITS or seen.is_meta or not seen.numel():
             continue
-        flags[name] = seen.isfinite().all()
-        fp4 = FP4.get(layer.moq.grid.format)
-        if fp4 is not None:
-            flags[name] &= (seen.abs() <= fp4.largest).all()
-    if not flags:
+        found[name] = torch.stack(seen.aminmax()).abs().amax().float()
+    if not found:
         return
-    device = next(iter(flags.values())).device
-    fine = torch.stack([flag.to(device) for flag in flags.values()]).tolist()
-    _refuse([layers[name] for name, each in zip(flags, fine, strict=True) if not each])
+    device = next(iter(found.values())).device
+    sizes = torch.stack([size.to(device) for size in found.values()]).tolist()
+    largest = dict(zip(found, sizes, strict=True))
+    _refuse(
+        [layers[n] for n, size in largest.items() if not size <= _most(layers[n].moq)]
+    )
+    near: list[tuple[QuantLayer, torch.dtype]] = []
+    for name, size in largest.items():
+        layer = layers[name]
+        dtype = layer.moq.handed_dtype or layer.float_weight.dtype
+        # No grid reaches as far as twice the largest weight.
+        is_near = 2 * size > torch.finfo(dtype).max
+        if is_near and (gather or not is_apart(layer.float_weight)):
+            near.append((layer, dtype))
+    _check_results(near)
+
+
+def _most(state: LayerState) -> float:
+    fp4 = FP4.get(state.grid.format)
+    return sys.float_info.max if fp4 is None else min(fp4.largest, sys.float_info.max)
 
 
 def check_scales(layers: Mapping[str, QuantLayer]) -> None:
-    """Stop if a scale of the last forward pass is not finite: `check_finite` a step later, and for almost nothing.
+    """Stop if the weights of the last forward pass were not finite: `check_finite` a step later, for almost nothing.
 
     Raises:
         MoQError: Names the parameters.
     """
-    found: dict[torch.device, list[tuple[QuantLayer, Tensor]]] = {}
+    found: dict[tuple[torch.device, float], list[tuple[QuantLayer, Tensor]]] = {}
     for layer in layers.values():
+        state = layer.moq
         # Each is checked once, and is not kept for the next step.
-        scale, layer.moq.scale = layer.moq.scale, None
-        if scale is not None and not scale.is_meta and layer.moq.bits != FLOAT_BITS:
-            found.setdefault(scale.device, []).append((layer, scale))
-    for own in found.values():
+        scale, state.scale = state.scale, None
+        if scale is not None and not scale.is_meta and state.bits != FLOAT_BITS:
+            limit = torch.finfo(state.dtype).max / state.grid.reach(state.bits)
+            found.setdefault((scale.device, limit), []).append((layer, scale))
+    for (_, limit), own in found.items():
         # A GPU launches a few kernels for all of them, and not some for each.
-        if not torch.cat([scale.flatten() for _, scale in own]).isfinite().all():
-            _refuse([layer for layer, scale in own if not scale.isfinite().all()])
+        if (torch.cat([scale.flatten() for _, scale in own]).abs() <= limit).all():
+            continue
+        _refuse([layer for layer, scale in own if not scale.isfinite().all()])
+        near = [layer for layer, scale in own if scale.abs().amax() > limit]
+        _check_results([(layer, layer.moq.dtype) for layer in near])
 
 
 def _refuse(wrong: list[QuantLayer]) -> None:
@@ -247,6 +279,27 @@ def _refuse(wrong: list[QuantLayer]) -> None:
         hint = f", or a weight is beyond {FP4['nvfp4'].largest:g}, the most that nvfp4 holds and mxfp4 does not mind"
     raise MoQError(
         f"NaN or Inf in {names}: training has diverged or the checkpoint is damaged{hint}"
+    )
+
+
+def _check_results(layers: Iterable[tuple[QuantLayer, torch.dtype]]) -> None:
+    """Stop if quantized weights, each in its dtype, are not finite; all processes that share a weight must ask.
+
+    Raises:
+        MoQError: Names the parameter.
+    """
+    for layer, dtype in layers:
+        if not layer.quantized_copy(dtype).isfinite().all():
+            raise MoQError(beyond(parameter_of(layer.moq.name, layer.kind), dtype))
+
+
+def beyond(parameter: str, dtype: torch.dtype) -> str:
+    """What is wrong with finite weights that are Inf once they are quantized to a dtype."""
+    instead = "use bfloat16 or float32, or " if dtype == torch.float16 else ""
+    return (
+        f"{parameter} has weights so large that their places on the grid are beyond {torch.finfo(dtype).max:g}, the "
+        f"most that {dtype_name(dtype)} holds, so that they would be Inf: {instead}name the layer in "
+        "modules_to_not_convert"
     )
 
 

@@ -5,14 +5,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from transformers.pytorch_utils import Conv1D
 
 from ..config import MoQConfig
 from ..errors import MoQError
 from ..grid import Grid, PerChannel, RowBlocks
 from ..names import adapters, is_below, named_modules, unwrapped, without_peft
-from ..processes import shape_of
+from ..processes import is_sharded, shape_of
 from ..quant_experts import matrix_of
 from ..quant_linear import quant_class
 from ..seams.transformers import (
@@ -37,6 +39,9 @@ CONVOLUTIONS = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
+# Why a layer of PyTorch that finds out its sizes by itself cannot be quantized yet.
+LAZY = "no weight before its first call"
+_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 # How embedding tables are quantized, whatever the config says of linear layers; those
 # of few bits may have their groups and range.
 _ROWS = Grid(PerChannel(), search="absmax")
@@ -312,8 +317,27 @@ def misfit(module: nn.Module) -> str | None:
     weight = module._parameters.get("weight")
     if not isinstance(weight, nn.Parameter):
         return "a computed weight"
-    if not shape_of(weight).numel():
-        return "an empty weight"
+    return unfit(weight) or (None if shape_of(weight).numel() else "an empty weight")
+
+
+def unfit(weight: Tensor) -> str | None:
+    """Why a weight, whoever has it, is none that can be trained on a grid; None if it is one.
+
+    >>> unfit(torch.ones(2, 2).to_sparse()), unfit(torch.ones(2, 2, dtype=torch.uint8))
+    ('a weight in the layout sparse_coo', 'a weight of uint8')
+    """
+    if is_lazy(weight):
+        return LAZY
+    if weight.dtype not in _FLOATS:
+        return f"a weight of {dtype_name(weight.dtype)}"
+    if weight.is_nested or weight.layout != torch.strided:
+        layout = "nested" if weight.is_nested else dtype_name(weight.layout)
+        return f"a weight in the layout {layout}"
+    # Those of torchao have a dtype of floats and hold something else.
+    is_own = type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if is_own and not is_sharded(weight):
+        library = type(weight).__module__.partition(".")[0]
+        return f"a weight of {library}'s class {type(weight).__name__}"
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -33,12 +33,14 @@ from ..seams.transformers import (
 from ..serving import REQUIRED, check_served
 from .inventory import (
     CONVOLUTIONS,
+    LAZY,
     LINEARS,
     Inventory,
     Layer,
     is_packed,
     misfit,
     output_heads,
+    unfit,
 )
 
 # Bits of tables where the config says "auto" and they are quantized.
@@ -157,7 +159,7 @@ def select_layers(
 
     Raises:
         MoQError: There is nothing to quantize, a pattern in
-            `modules_to_not_convert` matches nothing, a weight is not floating point,
+            `modules_to_not_convert` matches nothing, a weight is none of floats,
             groups do not divide it, or DoRA adapts it.
     """
     classes = LINEARS + (CONVOLUTIONS if config.convolutions else ())
@@ -214,8 +216,12 @@ def _tables(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
     tables = embeddings_to_quantize(inventory, config)
     if config.embeddings != "auto":
         if not tables:
+            every = inventory.instances(nn.Embedding).items()
+            why = {name: _why_no_table(table) for name, table in every}
+            told = "; ".join(f"{name} has {why[name]}" for name in why if why[name])
             raise MoQError(
-                "quantize_embeddings: the model has no embedding table that can be quantized; set it to null"
+                "quantize_embeddings: the model has no embedding table that can be quantized"
+                f"{told and f' ({told})'}; set it to null"
             )
         return {"embeddings": tables, "table_bits": config.embeddings}
     refuses = [name for name in config.serve if "embedding" in REQUIRED[name].without]
@@ -270,6 +276,7 @@ def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Modu
             f"activation_quantization: the inputs of experts cannot be quantized ({', '.join(chosen)}); leave it out, "
             'or add "experts" to modules_to_not_convert'
         )
+    _check_fit({n: m._parameters[n.rpartition(".")[2]] for n, m in chosen.items()})
     sizes = {}
     for name, module in chosen.items():
         _, rows, columns = matrix_of(module, name.rpartition(".")[2])
@@ -436,16 +443,7 @@ def _is_named(name: str, config: MoQConfig) -> bool:
 
 
 def _check_weights(layers: Mapping[str, Layer]) -> None:
-    odd = [
-        f"{name} ({layer.weight.dtype})"
-        for name, layer in layers.items()
-        if not layer.weight.is_floating_point()
-    ]
-    if odd:
-        raise MoQError(
-            f"these layers are quantized already, their weights are not floating point: {', '.join(odd)}; "
-            "load the model in float, or name them in modules_to_not_convert"
-        )
+    _check_fit({n: layer._parameters.get("weight") for n, layer in layers.items()})
     late = [
         name
         for name, layer in layers.items()
@@ -456,6 +454,30 @@ def _check_weights(layers: Mapping[str, Layer]) -> None:
             f"{', '.join(late)}: the weight has been parametrized since the layer was quantized; remove the "
             "parametrization and call dequantize_model before registering it"
         )
+
+
+def _check_fit(weights: Mapping[str, Tensor | None]) -> None:
+    """Refuse weights that are no floats in memory of their own, by the names of what has them.
+
+    Raises:
+        MoQError: There are some; says which, and what to do.
+    """
+    wrong: dict[str, list[str]] = {}
+    for name, weight in weights.items():
+        reason = None if weight is None else unfit(weight)
+        if reason is not None:
+            wrong.setdefault(reason, []).append(name)
+    if not wrong:
+        return
+    told = [f"{shortened(names)} ({reason})" for reason, names in wrong.items()]
+    ways = ["name the layers in modules_to_not_convert"]
+    if wrong.keys() - {LAZY}:
+        ways.insert(0, "start from a model in float32, bfloat16 or float16")
+    if LAZY in wrong:
+        ways.insert(0, "call the model once first")
+    raise MoQError(
+        f"these layers cannot be quantized: {'; '.join(told)}: {', or '.join(ways)}"
+    )
 
 
 def _check_adapters(inventory: Inventory) -> None:

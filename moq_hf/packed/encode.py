@@ -38,6 +38,7 @@ from ..formats.table import (
     has_codes,
 )
 from ..grid import Format
+from ..model.convert import beyond
 from ..model.inventory import FUSED, LINEARS, Inventory
 from ..names import plain_name
 from ..processes import device_of, shape_of
@@ -352,6 +353,12 @@ class Encoder:
                 raise MoQError(
                     f"{parameter_of(name, spec.kind)} cannot be quantized: {error}"
                 ) from error
+            # Only where a scale is that large a second look is due.
+            farthest = values.scale.abs().amax() * state.grid.reach(state.bits)
+            if farthest > torch.finfo(weight.dtype).max:
+                dense = quantizer.dequantize(*values, dtype=weight.dtype)
+                if not dense.isfinite().all():
+                    raise MoQError(beyond(parameter_of(name, spec.kind), weight.dtype))
             scales = state.grid.shape(*spec.matrix_shape)
             on_cpu: list[Any] = [
                 None if part is None else part.cpu() for part in values

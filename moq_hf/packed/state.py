@@ -161,13 +161,14 @@ def record_metrics(
 
 
 def clean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as JSON has them: finite numbers as they are, others as null, anything else as text.
+    """Metrics as JSON has them, sorted: finite numbers as they are, others as null, anything else as text.
 
     >>> clean_metrics({"f1": torch.tensor(0.5), "odd": float("nan"), "matrix": [1, 2]})
-    {'f1': 0.5, 'odd': None, 'matrix': '[1, 2]'}
+    {'f1': 0.5, 'matrix': '[1, 2]', 'odd': None}
     """
     clean: dict[str, Any] = {}
-    for name, value in metrics.items():
+    # A run that was resumed has them in the order of its checkpoint, which is this one.
+    for name, value in sorted(metrics.items()):
         if isinstance(value, (bool, int, str)) or value is None:
             clean[name] = value
             continue

@@ -382,6 +382,25 @@ def checkpoints_as_modules(trainer: transformers.Trainer, model: nn.Module) -> N
     trainer._save_checkpoint = _save_checkpoint  # type: ignore[method-assign]
 
 
+def train_no_more_than_asked(trainer: transformers.Trainer) -> None:
+    """Have a Trainer take no step in a run that took its last one before it was resumed; other runs train as ever.
+
+    Relies on: `Trainer._run_epoch`, which takes at least one step, and that the Trainer
+    looks at `should_training_stop` after it.
+    Breaks: A run that is killed after its last checkpoint, and resumed, would train one
+    step more.
+    """
+    run = functools.partial(type(trainer)._run_epoch, trainer)
+
+    def _run_epoch(*args: Any, **kwargs: Any) -> None:
+        if trainer.state.global_step >= trainer.state.max_steps:
+            trainer.control.should_training_stop = True
+        else:
+            run(*args, **kwargs)
+
+    trainer._run_epoch = _run_epoch  # type: ignore[method-assign]
+
+
 def matrices_in_files(
     model: nn.Module, parameter: str, experts: int, rows: int
 ) -> dict[str, Tensor]:
@@ -564,7 +583,10 @@ def unpack(model: nn.Module) -> None:
         for name in module._parameters.keys() - {"weight", "bias"}:
             buffer = cast(Tensor, module._parameters.pop(name)).detach()
             module.register_buffer(name, buffer, persistent=False)
-        module.weight = nn.Parameter(cast(Tensor, module.weight).detach())
+        # A pass in inference mode may have unpacked it, whose tensors never train.
+        weight = cast(Tensor, module.weight).detach().clone()
+        del module.weight
+        module.weight = nn.Parameter(weight)
         module.requires_grad_(True)
     # Nothing is left for the first forward pass to unpack.
     loader.compressor.remove_decompression_hook(model)

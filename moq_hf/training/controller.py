@@ -13,6 +13,7 @@ from torch import nn
 from ..config import MoQConfig
 from ..errors import MoQError, explained
 from ..inputs import load_ranges, ranges_of, update_ranges
+from ..layer_state import makes_state
 from ..model.convert import check_finite, check_scales, prepare_model
 from ..model.inventory import Inventory
 from ..model.selection import split_blocks, take_inventory
@@ -160,6 +161,7 @@ class MoQController:
         Raises:
             MoQError: A weight held NaN or Inf in the last forward pass.
         """
+        check_scales(self.all_layers)
         switches = self.schedule.advance(eigenvalues)
         self.history += switches
         switched = {switch.block for switch in switches}
@@ -168,7 +170,6 @@ class MoQController:
         self._write_bits(block for block in self.blocks if due or block in switched)
         update_ranges(inputs_of(self.layers).values())
         self._write_progress()
-        check_scales(self.all_layers)
         if self.config.verbose:
             for switch in switches:
                 target = (self.schedule.targets or {})[switch.block]
@@ -234,6 +235,17 @@ class MoQController:
             self.sensitivity.update(self.schedule)
         self.sensitivity.samples.clear()
         return self.sensitivity.values if self.config.eigenvalue.enabled else None
+
+    def skip(self) -> None:
+        """Stay where the schedule is, after a step that the gradient scaler skipped.
+
+        Raises:
+            MoQError: A weight held NaN or Inf in the last forward pass, which no smaller
+                loss scale would mend.
+        """
+        if self.sensitivity is not None:
+            self.sensitivity.samples.clear()
+        check_scales(self.all_layers)
 
     def refresh(self) -> None:
         """Set the layers up for the next forward pass and check their weights; in all processes.
@@ -323,6 +335,7 @@ class MoQController:
             "handed_dtype": handed_dtype(self.all_layers),
         }
 
+    @makes_state
     def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Continue from a state, as `checked_state` gives it; call it after the float weights are loaded.
 

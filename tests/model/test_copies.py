@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from moq_hf import quantize_model
+from moq_hf import dequantize_model, quantize_model
 from moq_hf import quantizer as q
 from moq_hf.grid import Grid, PerChannel
+from moq_hf.inputs import InputObserver
 from moq_hf.layer_state import LayerState
 from moq_hf.quant_linear import FLOAT_BITS
 
@@ -339,3 +340,56 @@ def test_threads_may_evaluate_one_model() -> None:
     for thread in threads:
         thread.join(60)
     assert not wrong
+
+
+def evaluated(model: Any) -> None:
+    model.eval()(torch.ones(3, 16))
+    model.train()
+
+
+def called_in_training(model: Any) -> None:
+    model.train()(torch.ones(3, 16))
+
+
+def its_state_loaded(model: Any) -> None:
+    model.load_state_dict(model.state_dict())
+
+
+def quantized_anew(model: Any) -> None:
+    quantize_model(dequantize_model(model), {**CONFIG, **ROUNDS})
+
+
+ROUNDS: dict[str, Any] = {
+    "activation_quantization": {"enabled": True},
+    "quantize_algo": {"scale": "mse", "scale_refresh": 1, "rounding": "stochastic"},
+}
+
+
+def tensors_in(part: Any) -> Iterator[Tensor]:
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, LayerState | InputObserver):
+        for value in vars(part).values():
+            yield from tensors_in(value)
+    elif isinstance(part, dict | tuple | list):
+        for value in part.values() if isinstance(part, dict) else part:
+            yield from tensors_in(value)
+
+
+@pytest.mark.parametrize("act", [evaluated, called_in_training, its_state_loaded, quantized_anew])
+def test_a_model_that_was_in_inference_mode_trains_on(act: Callable[[Any], None]) -> None:
+    trained = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
+        with mode():
+            quantize_model(model, {**CONFIG, **ROUNDS})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model.train()(torch.randn(3, 16)).square().sum().backward()
+            optimizer.step()
+            with mode():
+                act(model)
+            assert not any(tensor.is_inference() for tensor in tensors_in(model[0].moq))
+        trained.append(model.state_dict())
+    assert all(torch.equal(*pair) for pair in zip(*(state.values() for state in trained), strict=True))

@@ -16,10 +16,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2ForSequenceClassification, GPT2Model
 from transformers.pytorch_utils import Conv1D
 
-from moq_hf import MoQError, dequantize_model, quantize_model, quantizer, save_quantized, verify_quantized
+from moq_hf import (
+    MoQConfig,
+    MoQError,
+    dequantize_model,
+    quantize_model,
+    quantizer,
+    save_quantized,
+    verify_quantized,
+)
 from moq_hf.model.convert import check_finite, check_scales, quant_layers
 from moq_hf.packed.verify import stored_weights
 from moq_hf.quant_linear import QuantConv1D
+from moq_hf.training.controller import MoQController
 from moq_hf.weight_matrix import to_rows
 
 RENEW = "python tests/helpers/model_zoo.py"
@@ -104,6 +113,79 @@ def test_conv1d_is_quantized_as_the_linear_layer_that_it_is(
     for check in (check_finite, check_scales):
         with pytest.raises(MoQError, match=r"NaN or Inf in 0\.weight"):
             check({"0": conv1d})
+
+
+OUTWARDS: dict[str, dict[str, Any]] = {
+    "asymmetric": {"quantize_bits": {"target_bits": 2}, "quantize_algo": {"q_type": "asymmetric"}},
+    "scales in bfloat16": {"quantize_bits": {"target_bits": 8}, "quantize_algo": {"scale_dtype": "bfloat16"}},
+    "scales in float16": {"quantize_bits": {"target_bits": 8}, "quantize_algo": {"scale_dtype": "float16"}},
+    "powers of two": {
+        "quantize_bits": {"target_bits": 4},
+        "quantize_format": "mxfp4",
+        "quantize_algo": {"scale": "absmax"},
+    },
+}
+BEYOND = r"^{}\.weight has weights so large that their places on the grid are beyond {}, the most that {} holds"
+
+
+def three_kinds(dtype: torch.dtype = torch.float16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(8, 32), nn.Conv1d(4, 32, 1), nn.Linear(32, 32), nn.Linear(32, 2)).to(dtype)
+
+
+def enlarge(weight: Any, largest: float) -> None:
+    with torch.no_grad():
+        weight.uniform_(-1, 1).mul_(largest).view(-1)[0] = largest
+
+
+@pytest.mark.parametrize("outwards", OUTWARDS)
+def test_weights_that_their_grid_makes_inf_are_told(outwards: str) -> None:
+    config = {**OUTWARDS[outwards], "quantize_embeddings": 8, "quantize_convolutions": True}
+    kinds = ["2"]
+    if outwards.startswith("scales"):
+        kinds = ["0", "1", "2"]
+    for name in kinds:
+        model: Any = three_kinds()
+        quantize_model(model, config)
+        enlarge(model[int(name)].weight, 65504)
+        with pytest.raises(MoQError, match=BEYOND.format(name, 65504, "float16") + ".*: use bfloat16 or float32, or"):
+            dequantize_model(model)
+        with pytest.raises(MoQError, match=BEYOND.format(name, 65504, "float16")):
+            quantize_model(model, config)
+        assert not quant_layers(model)
+        # The same numbers have room in another dtype.
+        quantize_model(model.to(torch.bfloat16), config)
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.bfloat16, "3.38953e+38"), (torch.float32, "3.40282e+38")])
+def test_so_are_those_of_wider_dtypes(dtype: torch.dtype, most: str) -> None:
+    model: Any = three_kinds(dtype)
+    enlarge(model[2].weight, torch.finfo(dtype).max)
+    with pytest.raises(MoQError, match=BEYOND.format(2, re.escape(most), str(dtype)[6:])):
+        quantize_model(model, OUTWARDS["asymmetric"])
+
+
+def test_weights_that_stay_finite_on_their_grid_are_no_error() -> None:
+    model: Any = three_kinds()
+    enlarge(model[2].weight, 65504)
+    quantize_model(model, {"quantize_bits": {"target_bits": 8}})
+    assert model[2].quantized_weight().isfinite().all()
+    check_scales(quant_layers(model))
+
+
+def test_weights_that_autocast_makes_inf_are_told_in_training_and_where_steps_are_skipped() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 2))
+    controller = MoQController(model, MoQConfig.from_dict(OUTWARDS["scales in bfloat16"]), 10)
+    enlarge(model[0].weight, 70000)
+    for dtype, act in ((torch.float16, controller.step), (torch.float16, controller.skip)):
+        with torch.autocast("cpu", dtype):
+            model(torch.randn(2, 32)).sum().backward()
+        with pytest.raises(MoQError, match=BEYOND.format(0, 65504, "float16")):
+            act()
+    for dtype in (torch.bfloat16, torch.float32):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            model(torch.randn(2, 32)).sum().backward()
+        controller.step()
 
 
 class Launched(TorchDispatchMode):

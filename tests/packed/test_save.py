@@ -806,6 +806,14 @@ def test_wrong_use_is_told(tmp_path: Path) -> None:
         model.bert.pooler.dense.weight[0, 0] = torch.nan
     with pytest.raises(MoQError, match=r"bert\.pooler\.dense\.weight cannot be quantized: weight holds NaN or Inf"):
         save_quantized(model, tmp_path / "packed")
+    model = quantize_model(
+        bert().half(), {**config_of(2), "quantize_algo": {"q_type": "asymmetric", "scale": "absmax"}}
+    )
+    with torch.no_grad():
+        model.bert.pooler.dense.weight.fill_(65504)[:, 0] = -45000
+    for layout in (None, "packed", "floats"):
+        with pytest.raises(MoQError, match=r"^bert\.pooler\.dense\.weight has weights so large"):
+            save_quantized(model, tmp_path / "packed", layout=layout)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -65,6 +65,18 @@ def test_before_a_whole_pass_tables_answer_with_their_codes(tmp_path: Path) -> N
         assert torch.equal(vectors, model.get_input_embeddings()(IDS))
 
 
+def test_what_a_pass_in_inference_mode_unpacked_trains_on(tmp_path: Path) -> None:
+    save_quantized(quantize_model(new_model(), W4), tmp_path, layout="packed")
+    packed = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = packed(IDS).logits
+        dequantize_model(packed)
+    assert torch.equal(packed(IDS).logits, expected)
+    before = {name: tensor.clone() for name, tensor in packed.state_dict().items()}
+    after = weights(further(packed, tmp_path / "on"))
+    assert [name for name in after if torch.equal(after[name], before[name])] == []
+
+
 def test_without_a_config_it_is_told_what_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = quantize_model(new_model(), W4)
     save_quantized(model, tmp_path / "packed")

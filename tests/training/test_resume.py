@@ -22,6 +22,7 @@ from moq_hf import (
     MoQCallback,
     MoQConfig,
     MoQError,
+    MoQTrainer,
     PrecisionSchedule,
     last_checkpoint,
     save_quantized,
@@ -216,6 +217,121 @@ def test_a_full_disk_leaves_the_packed_model_of_before(tmp_path: Path) -> None:
             assert [path.name for path in tmp_path.iterdir()] == ["packed"]
             assert {path.name: path.read_bytes() for path in (tmp_path / "packed").iterdir()} == before
     verify_quantized(tmp_path / "packed", model)
+
+
+# ---- killed after the last checkpoint
+
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "score"}
+INPUTS = {"quantize_bits": {"target_bits": 8}, "activation_quantization": {"enabled": True}}
+ENDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "steps": ("w4", {"max_steps": 5}),
+    "epochs": ("w4", {"max_steps": -1, "num_train_epochs": 1.25}),
+    "whole epoch": ("w4", {"max_steps": -1, "num_train_epochs": 1}),
+    "accumulated": ("w4", {"max_steps": 4, "gradient_accumulation_steps": 3}),
+    "falling": (CONFIG, {}),
+    "best": (CONFIG, BEST),
+    "inputs": (INPUTS, {"max_steps": 5}),
+    "float first": ("w4", {"max_steps": 6}),
+}
+
+
+class Steps(TrainerCallback):
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun.append(state.global_step)
+
+
+def ended(name: str, cls: Any, folder: Path, **more: Any) -> Any:
+    config, settings = ENDS[name]
+    callbacks: list[Any] = [Steps()]
+    options: dict[str, Any] = {"moq_config": config}
+    if cls is Trainer:
+        callbacks.append(MoQCallback(config))
+        options = {}
+    elif name == "float first":
+        options["float_first"] = True
+    return cls(
+        new_model(),
+        arguments(folder, **SAVING, **(settings | more)),
+        train_dataset=rows(),
+        eval_dataset=rows(8),
+        compute_metrics=lambda p: {"score": -float(p.predictions.sum())},
+        callbacks=callbacks,
+        **options,
+    )
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "name, cls",
+    [
+        ("steps", Trainer),
+        ("steps", MoQTrainer),
+        ("epochs", Trainer),
+        ("whole epoch", MoQTrainer),
+        ("accumulated", Trainer),
+        ("falling", MoQTrainer),
+        ("best", Trainer),
+        ("best", MoQTrainer),
+        ("inputs", Trainer),
+        ("float first", MoQTrainer),
+    ],
+)
+def test_a_run_killed_while_it_delivers_is_delivered_and_trains_nothing(name: str, cls: Any, tmp_path: Path) -> None:
+    whole = ended(name, cls, tmp_path)
+    whole.train()
+    expected = files_in(tmp_path / "quantized")
+    shutil.rmtree(tmp_path / "quantized")
+    again = ended(name, cls, tmp_path)
+    (steps,) = [c for c in again.callback_handler.callbacks if isinstance(c, Steps)]
+    again.train(resume_from_checkpoint=last_checkpoint(tmp_path))
+    assert steps.begun == [] and again.state.global_step == whole.state.global_step
+    assert_same(weights(whole), weights(again))
+    assert files_in(tmp_path / "quantized") == expected
+    if name == "steps":
+        # The same Trainer trains on where it is asked for more.
+        again.args.max_steps = 7
+        again.train(resume_from_checkpoint=last_checkpoint(tmp_path))
+        assert steps.begun == [5, 6]
+
+
+@pytest.mark.parametrize("name", ["steps", "float first"])
+def test_a_run_that_is_asked_for_fewer_steps_than_it_took_is_delivered(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = ended(name, MoQTrainer, tmp_path)
+    whole.train()
+    expected = load_file(tmp_path / "quantized" / "model.safetensors")
+    shutil.rmtree(tmp_path / "quantized")
+    capsys.readouterr()
+    again = ended(name, MoQTrainer, tmp_path, max_steps=3)
+    again.train(resume_from_checkpoint=True)
+    step = whole.state.global_step
+    assert again.state.global_step == step
+    assert (
+        f"the run was over, and is delivered, at step {step} of {step}: 3 blocks at 4 bits" in capsys.readouterr().out
+    )
+    assert_same(load_file(tmp_path / "quantized" / "model.safetensors"), expected)
+
+
+@pytest.mark.parametrize("epochs", [0.75, 1])
+def test_a_run_killed_in_its_last_evaluation_is_evaluated(epochs: float, tmp_path: Path) -> None:
+    settings = {"max_steps": -1, "num_train_epochs": epochs, "eval_strategy": "epoch"}
+    whole = ended("steps", Trainer, tmp_path, **settings)
+    whole.train()
+    before = json.loads((tmp_path / "quantized" / "moq_state.json").read_text())["metrics"]
+    card = (tmp_path / "quantized" / "README.md").read_text()
+    # The last checkpoint is from before the evaluation.
+    again = ended("steps", Trainer, tmp_path, **settings)
+    again.train(resume_from_checkpoint=last_checkpoint(tmp_path))
+    after = json.loads((tmp_path / "quantized" / "moq_state.json").read_text())["metrics"]
+    assert before.keys() == after.keys() and before["eval_score"] == after["eval_score"]
+    assert (tmp_path / "quantized" / "README.md").read_text() == card
 
 
 # ---- older and newer checkpoints
