@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
+import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
@@ -167,7 +168,8 @@ def _learn_from(
             for batch in batches:
                 run(model, batch)
 
-    with evaluating(model), eager():
+    # Ranges and rounded weights outlive a pass.
+    with evaluating(model), eager(), torch.inference_mode(False):
         if config.gptq:
             rounded = can_round(layers.values())
             if not rounded or any(is_apart(layer.float_weight) for layer in rounded):

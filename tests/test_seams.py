@@ -90,7 +90,7 @@ ELSEWHERE = {
     "packed/test_matrices.py": ["as_constructed", "experts_transposed", "matrices_in_files"],
     "packed/test_packed_training.py": ["callbacks_of", "save_training_args", "training_summary"],
     "packed/test_save.py": ["decompress", "original_format", "takes_apart", "write_packing_config"],
-    "packed/test_tied.py": ["tied_parameters"],
+    "packed/test_tied.py": ["tied_parameters", "ties_in_files", "untie"],
     "packed/test_train_on.py": ["packed_loader", "unpack"],
     "packed/test_versions.py": ["refuse_older"],
     "test_callback.py": ["CALLBACKS_KEY", "ExportableState", "average_loss"],

@@ -414,15 +414,16 @@ class Encoder:
         where some weights are packed: loading merges only packed pieces then.
         """
         unchanged = {id(tensor) for tensor in original_format(model, tensors).values()}
+        layers = set(self.stored).union(*self.tied.values())
         kept = {
             name: tensor
             for name, tensor in tensors.items()
-            if id(tensor) not in unchanged and (self.groups or name in self.stored)
+            if id(tensor) not in unchanged
+            and (self.groups or not layers.isdisjoint((name, name.rpartition(".")[0])))
         }
         others = {name: t for name, t in tensors.items() if name not in kept}
         renamed = original_format(model, others) | kept
         names_in_files = {id(tensor): name for name, tensor in renamed.items()}
-        layers = set(self.stored).union(*self.tied.values())
         self.names = {}
         for name, tensor in tensors.items():
             layer = name

@@ -95,6 +95,7 @@ def pack_checkpoint(
             f"{folder / CONFIG} is missing: copy the model's, and its tokenizer, into the checkpoint"
         )
     shell = empty_model(read_config(folder), folder)
+    _untie(shell, weights)
     names = _names_in(shell, weights, folder)
     controller = _controller(shell, state)
     tokenizer = SimpleNamespace(
@@ -196,6 +197,17 @@ def empty_model(config: PreTrainedConfig, described: Path | str) -> PreTrainedMo
                 described
             )
     return shell
+
+
+def _untie(shell: PreTrainedModel, weights: Weights) -> None:
+    """Give a parameter of its own to what the config ties, and the checkpoint has with other values."""
+    for name, other in tied_parameters(shell).items():
+        if not {name, other} <= weights.specs.keys():
+            continue
+        if not torch.equal(weights[name], weights[other]):
+            module, _, attribute = name.rpartition(".")
+            own = nn.Parameter(torch.empty_like(shell.get_parameter(other)))
+            setattr(shell.get_submodule(module), attribute, own)
 
 
 def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[str, str]:

@@ -36,7 +36,8 @@ from ..seams.transformers import (
     has_adapter,
     refuse_older,
     takes_apart,
-    tied_parameters,
+    ties_in_files,
+    untie,
     write_packing_config,
 )
 from ..text import quoted
@@ -273,6 +274,9 @@ class _Saving:
         # Embedding tables stand last in the files.
         self.quantized = quant_layers(model) | quantized_layers(model)
         self.layers = without_peft_names(self.quantized, self.inventory.adapters)
+        # Nothing ties again what `load_state_dict` loads.
+        self.tied: Mapping[str, str] = {}
+        self.unties = False
 
     def save(
         self, reference: ReferenceOutputs | None, layout: Layout | None = None
@@ -283,6 +287,7 @@ class _Saving:
             MoQError: The model cannot be packed, or the files cannot be written.
         """
         self._check()
+        self.tied, self.unties = self._ties()
         layouts = self._layouts(layout)
         reason: str | None = None
         proof: Proof | None = None
@@ -335,7 +340,7 @@ class _Saving:
                     self.model,
                     staging,
                     lambda folder: _write_packed_files(
-                        folder, self.model, renamed, encoder, self.options
+                        folder, self.model, renamed, encoder, self.options, self.unties
                     ),
                 )
             else:
@@ -358,7 +363,6 @@ class _Saving:
             MoQError: The files cannot be written, or a weight holds NaN or Inf.
         """
         self._take(without_peft(self.whole_model))
-        # Nothing ties again what `load_state_dict` loads.
         encoder = Encoder(self.inventory, self.layers, "floats")
         with alone_at(self.target):
             saved = self._write(encoder, reason)
@@ -380,6 +384,8 @@ class _Saving:
             try:
                 if hasattr(part, "save_pretrained"):
                     part.save_pretrained(folder)
+                if part is config and self._ties()[1]:
+                    untie(folder / CONFIG)
             # The weights are what must not be lost.
             except Exception as error:
                 not_saved.append(f"{type(part).__name__} ({one_line(error)})")
@@ -392,10 +398,21 @@ class _Saving:
 
     def _encoder(self, layout: Layout) -> Encoder:
         """Make the encoder of a layout, without the layers that are tied to another one, whose weight is stored."""
-        tied = _tied(self.model, self.layers)
+        tied: dict[str, list[str]] = {}
+        for parameter, source in self.tied.items():
+            layer = source.rpartition(".")[0]
+            other = parameter.rpartition(".")[0]
+            if {layer, other} <= self.layers.keys():
+                tied.setdefault(layer, []).append(other)
         others = set().union(*tied.values())
         layers = {n: layer for n, layer in self.layers.items() if n not in others}
         return Encoder(self.inventory, layers, layout, tied)
+
+    def _ties(self) -> tuple[dict[str, str], bool]:
+        """Return what `from_pretrained` ties again, and whether the config must say otherwise."""
+        parameters = dict(self.inventory.parameters())
+        named = without_peft_names(parameters, self.inventory.adapters)
+        return ties_in_files(self.model, named)
 
     def _check(self) -> None:
         """Check that transformers can save the model, and that this process has its weights.
@@ -533,8 +550,8 @@ class _Saving:
             )
         others = set().union(*encoder.tied.values())
         replaced = {*weights.values(), *(f"{other}.weight" for other in others)}
-        # Names that share a tensor go on sharing it.
-        kept: dict[int | str, Tensor] = {}
+        tied = {*self.tied, *self.tied.values()}
+        kept: dict[int | str, Any] = {}
         tensors: dict[str, Tensor] = {}
         owners = {
             id(layer.float_weight): weights[name]
@@ -542,6 +559,8 @@ class _Saving:
         }
         # A module in two places has two names for its weight.
         second_names: dict[str, str] = {}
+        # Bytes of each tensor, which may have several names.
+        rest: dict[int | str, int] = {}
         for name, source_name in names.items():
             if name in replaced:
                 continue
@@ -549,12 +568,13 @@ class _Saving:
             if key in owners:
                 second_names[name] = owners[key]
                 continue
-            if key not in kept:
-                kept[key] = source[source_name]
-            tensors[name] = kept[key]
-        rest = sum(
-            tensor.nbytes for tensor in kept.values() if isinstance(tensor, Tensor)
-        )
+            # Names that loading ties go on sharing a tensor; others are stored each.
+            place = key if name in tied else name
+            if place not in kept:
+                tensor = source[source_name]
+                kept[place] = tensor.clone() if key in rest else tensor
+                rest[key] = getattr(tensor, "nbytes", 0)
+            tensors[name] = kept[place]
         saved_names = {id(tensor): name for name, tensor in live.items()}
 
         def saved(parameter: Tensor) -> Tensor:
@@ -564,8 +584,8 @@ class _Saving:
             tensors |= encoder.store(name, saved)
         for name, weight in second_names.items():
             tensors[name] = tensors[weight]
-            rest += source[names[name]].nbytes
-        return tensors, rest
+            rest[name] = source[names[name]].nbytes
+        return tensors, sum(rest.values())
 
     def _write_state(
         self,
@@ -651,25 +671,13 @@ class _Saving:
             )
 
 
-def _tied(model: nn.Module, layers: Mapping[str, QuantLayer]) -> dict[str, list[str]]:
-    """Return each layer's others that share its weight and that `from_pretrained` ties to it."""
-    tied: dict[str, list[str]] = {}
-    for parameter, source in tied_parameters(model).items():
-        layer = source.rpartition(".")[0]
-        other = parameter.rpartition(".")[0]
-        if not {layer, other} <= layers.keys():
-            continue
-        if layers[layer].float_weight is layers[other].float_weight:
-            tied.setdefault(layer, []).append(other)
-    return tied
-
-
 def _write_packed_files(
     folder: Path,
     model: Any,
     tensors: Mapping[str, Tensor],
     encoder: Encoder,
     options: SaveOptions,
+    unties: bool,
 ) -> None:
     """Write the tensors, `config.json` with the quantization config, and the tokenizer or processor."""
     # The class's own: a quantized model says of its floats that they are some.
@@ -680,6 +688,8 @@ def _write_packed_files(
         # The tensors have their names in the files already.
         save_original_format=False,
     )
+    if unties:
+        untie(folder / CONFIG)
     if options.processing_class is not None:
         options.processing_class.save_pretrained(folder)
     config = encoder.config()

@@ -138,8 +138,8 @@ def broken(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
     """Make the writing of these layouts leave another weight in the files, with matching digests."""
     real = checkpoint._write_packed_files
 
-    def writing(folder: Path, model: Any, tensors: Any, plan: Any, options: Any) -> None:
-        real(folder, model, tensors, plan, options)
+    def writing(folder: Path, model: Any, tensors: Any, plan: Any, *more: Any) -> None:
+        real(folder, model, tensors, plan, *more)
         if plan.layout in layouts:
             path = folder / "model.safetensors"
             stored = load_file(path)
@@ -250,10 +250,15 @@ def inside(folder: Path) -> Any:
     return bert(Inside)
 
 
-def twice(folder: Path) -> Any:
-    model = bert()
-    model.alias = model.classifier.weight
-    return model
+class Unsaved(hf.BertForSequenceClassification):
+    """Cannot be saved as models of transformers are."""
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no folder is good enough")
+
+
+def unsaved(folder: Path) -> Any:
+    return bert(Unsaved)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +266,7 @@ def twice(folder: Path) -> Any:
     [
         (weighted, "missing 1 required positional argument: 'class_weights'", hf.Trainer),
         (inside, "from_pretrained", MoQTrainer),
-        (twice, "shared tensors", hf.Trainer),
+        (unsaved, "no folder is good enough", hf.Trainer),
     ],
 )
 def test_a_run_always_ends_with_a_result(
@@ -281,6 +286,16 @@ def test_a_run_always_ends_with_a_result(
     batch = inputs_of(TASK, model)
     assert torch.equal(outputs_of(other, batch)[0], outputs_of(model, batch)[0])
     assert "load_state_dict" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_one_tensor_of_two_names_is_stored_under_both(tmp_path: Path) -> None:
+    model = bert()
+    model.alias = model.classifier.weight
+    train(model, tmp_path / "run", hf.Trainer)
+    state = state_of(tmp_path / "run" / "quantized")
+    assert state["layout"] == "packed" and state["proof"]["agrees"] is True
+    tensors = load_file(tmp_path / "run" / "quantized" / "model.safetensors")
+    assert torch.equal(tensors["alias"], tensors["classifier.weight"])
 
 
 @pytest.mark.parametrize("again", ["stock", "same callback", "another callback", "moq"])

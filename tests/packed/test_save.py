@@ -907,16 +907,23 @@ def test_rounded_codes_of_a_half_model_are_on_their_grid(bits: int, tmp_path: Pa
     assert verify_quantized(tmp_path, body).layers["encoder.layer.0.output.dense"].bits == bits
 
 
-def test_a_class_whose_weights_are_taken_apart_while_loading_is_saved_as_floats(tmp_path: Path) -> None:
-    """Also where nothing is compared: DINOv2's files have two matrices in one."""
-    config = hf.Dinov2Config(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=8
-    )
-    model = quantize_model(hf.Dinov2Model(config), config_of(4)).eval()
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("cls", [hf.Dinov2Model, hf.Dinov2WithRegistersModel])
+def test_a_class_whose_weights_are_taken_apart_while_loading_is_saved_as_floats(
+    cls: Any, gated: bool, tmp_path: Path
+) -> None:
+    """Also where nothing is compared: DINOv2's files have two matrices in one, which both are quantized if gated."""
+    config = cls.config_class(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=8,
+        use_swiglu_ffn=gated,
+    )  # fmt: skip
+    model = quantize_model(cls(config), config_of(4)).eval()
+    assert ("encoder.layer.0.mlp.gate_proj" in quant_layers(model)) == gated
     save_quantized(model, tmp_path / "found")
     pictures = torch.randn(2, 3, 16, 16)
-    loaded = hf.Dinov2Model.from_pretrained(tmp_path / "found")
+    loaded = cls.from_pretrained(tmp_path / "found")
     assert torch.equal(loaded(pictures).last_hidden_state, model(pictures).last_hidden_state)
+    assert verify_quantized(tmp_path / "found", loaded).layers.keys() == quant_layers(model).keys()
     for layout in ("packed", "unpacked"):
         with pytest.raises(MoQError, match=f"in the layout {layout}: leave layout out"):
             save_quantized(model, tmp_path / layout, layout=layout)
