@@ -15,7 +15,13 @@ from ..grid import FP4
 from ..inputs import inputs_out_of_reach, new_inputs
 from ..layer_state import LayerState, makes_state
 from ..lora import merge_adapters
-from ..names import named_modules, pretrained, unwrapped, without_peft
+from ..names import (
+    adapted_layers,
+    named_modules,
+    pretrained,
+    unwrapped,
+    without_peft,
+)
 from ..processes import (
     device_of,
     is_apart,
@@ -42,7 +48,7 @@ def dequantize_model(
     """Make every quantized layer of `model` a plain one again, in place.
 
     Does it too for a model that `from_pretrained` loaded from a delivered folder, so
-    that it can be trained on. One whose weights are floats, as those of the layouts
+    that it can be trained on, or PEFT can put adapters on it. One whose weights are floats, as those of the layouts
     "unpacked" and "floats", stays as it is.
 
     Args:
@@ -69,7 +75,7 @@ def dequantize_model(
     given = model
     model = unwrapped(model)
     if is_packed(model):
-        unpack(model)
+        unpack(pretrained(model), trains=not adapted_layers(model))
         return given
     layers = quantized_layers(model)
     if weights == "quantized":

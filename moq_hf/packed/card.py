@@ -58,6 +58,10 @@ pip install {needs}
 
 {code}
 ```"""
+_TO_TRAIN_ON = """
+
+To train on, or to put an adapter on it, call `moq_hf.dequantize_model(model)` after loading. Without that PEFT ends in
+`'Linear' object has no attribute 'weight'`, since packed layers have none before the first call."""
 
 
 def write_card(
@@ -273,9 +277,12 @@ def _loading(name: str, folder: Path, saved: Verification, model: Any) -> str:
     if "torch." in code:
         imports.insert(0, "import torch")
     needs = " ".join(f'"{library}>={least}"' for library, least in libraries.items())
-    return _BY_TRANSFORMERS.format(
+    text = _BY_TRANSFORMERS.format(
         imports="\n".join(imports), code=code, needs=needs or "transformers"
     )
+    if saved.state["layout"] == "packed":
+        text += _TO_TRAIN_ON
+    return text
 
 
 def _adapter_of(model: Any) -> str | None:

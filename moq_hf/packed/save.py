@@ -494,9 +494,14 @@ class _Saving:
         # more bits would be dense there.
         served = encoder.is_asymmetric and not encoder.tables
         # A model in half precision whose scales are wider would be packed as a float32
-        # one, for its user to cast; unpacked while loading it has its own dtype.
+        # one, for its user to cast; unpacked while loading it has its own dtype. One in
+        # float64 would be rounded.
         is_cast = encoder.dtype not in encoder.dtypes and not encoder.rounds_inputs
-        is_cast &= len(encoder.widths) == 1 or self._has_several_dtypes()
+        is_cast &= (
+            len(encoder.widths) == 1
+            or self._has_several_dtypes()
+            or "float64" in encoder.dtypes
+        )
         has_one_width = ModelSizes(self.whole, self.quantized).has_one_width
         if served or is_cast or has_one_width:
             tried = ["unpacked", "packed", "floats"]

@@ -620,8 +620,12 @@ def takes_apart(model: nn.Module, packed: Iterable[str]) -> bool:
     return False
 
 
-def unpack(model: nn.Module) -> None:
+def unpack(model: nn.Module, trains: bool = True) -> None:
     """Make a plain model of one that was loaded packed: float weights that can be trained, nothing else.
+
+    Args:
+        model: Of transformers.
+        trains: Whether its weights are trained; not those under PEFT's adapters.
 
     Relies on: `decompress_module`, `quantization_scheme`, `quantization_status`,
     `QuantizationMetadata`,
@@ -658,7 +662,7 @@ def unpack(model: nn.Module) -> None:
         weight = cast(Tensor, module.weight).detach().clone()
         del module.weight
         module.weight = nn.Parameter(weight)
-        module.requires_grad_(True)
+        module.requires_grad_(trains)
     # Nothing is left for the first forward pass to unpack.
     loader.compressor.remove_decompression_hook(model)
     loader.remove_quantization_config(model)

@@ -155,3 +155,18 @@ def test_the_card_loads_the_adapter_that_answers(name: str, tmp_path: Path) -> N
     left = as_the_card_says(tmp_path / "quantized", batch)
     assert isinstance(left["model"], peft.PeftModel)
     assert all(map(torch.equal, outputs_of(left["model"], batch), outputs_of(model, batch)))
+
+
+@pytest.mark.parametrize("config", [LAYERS, "w4"])
+def test_a_model_in_float64_loads_in_float64(config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("BERT", "to", tmp_path, torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # As training leaves them: no numbers of float32.
+            parameter.mul_(1 + torch.rand_like(parameter) / 100)
+    save_quantized(quantize_model(model, config), tmp_path)
+    assert caplog.text == ""
+    batch = batch_of("BERT", model)
+    loaded = as_the_card_says(tmp_path, batch)["model"]
+    assert loaded.dtype == torch.float64
+    assert torch.equal(loaded.eval()(**batch).logits, model.eval()(**batch).logits)

@@ -135,6 +135,28 @@ def test_a_delivered_folder_trains_on_as_the_model_in_memory(form: str, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_that_came_too_soon_stay_on_the_unpacked_model(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    save_quantized(quantize_model(new_model(), W4), tmp_path, layout="packed")
+    assert "call `moq_hf.dequantize_model(model)` after loading" in (tmp_path / "README.md").read_text()
+    packed = hf.BertForSequenceClassification.from_pretrained(tmp_path)
+    config = peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS", init_lora_weights=False)
+    # What the card and the guide warn of.
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'weight'"):
+        peft.get_peft_model(packed, config)
+    packed = hf.BertForSequenceClassification.from_pretrained(tmp_path)
+    packed(IDS)
+    adapted = peft.get_peft_model(packed, config).eval()
+    expected = adapted(IDS).logits
+    trained_before = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    with pytest.raises(MoQError, match=r"call moq_hf\.dequantize_model\(model\) before training"):
+        quantize_model(adapted, W4)
+    assert torch.equal(dequantize_model(adapted)(IDS).logits, expected)
+    assert [name for name, parameter in adapted.named_parameters() if parameter.requires_grad] == trained_before
+    quantize_model(adapted, W4)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_train_on_a_folder_that_was_unpacked(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = quantize_model(new_model(), W4)
