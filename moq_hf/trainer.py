@@ -5,6 +5,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from .errors import MoQError
 from .model.convert import is_quantized, quant_layers
 from .model.inventory import is_packed
 from .packed.card import write_run_card
+from .packed.files import save_beside
 from .packed.state import STATE_NAME, record_metrics
 from .processes import is_apart
 from .seams.transformers import (
@@ -572,7 +574,9 @@ class MoQTrainer(Trainer):
         if done is not None:
             tqdm.write(f"moq_hf: saved in {folder}. {done.summary}")
         if self.args.should_save:
-            save_training_args(self.args, folder)
+            fault = save_beside(folder, partial(save_training_args, self.args))
+            if fault is not None:
+                logger.warning("moq_hf: %s has no training_args.bin: %s", folder, fault)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the cards of the packed model, with the last metrics; the Trainer's own where none was saved."""

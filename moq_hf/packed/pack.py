@@ -1,11 +1,10 @@
 """`moq-hf pack`: the packed model of a run's checkpoint, made by one process that never holds the whole model."""
 
 import contextlib
-import functools
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -98,19 +97,27 @@ def pack_checkpoint(
     _untie(shell, weights)
     names = _names_in(shell, weights, folder)
     controller = _controller(shell, state)
-    tokenizer = SimpleNamespace(
-        save_pretrained=functools.partial(copy_tokenizer, folder)
-    )
     log = TrainerState.load_from_json(str(folder / STATE_FILE))
     with tqdm(desc="pack", total=len(names), leave=False, disable=None) as bar:
         options = SaveOptions(
-            processing_class=tokenizer,
+            processing_class=TokenizerFiles(folder),
             controller=controller,
             metrics=last_metrics(log.log_history),
             float_metrics=_float_metrics(folder),
             state_dict=weights.renamed(names, bar.update),
         )
         return f"{target}: {deliver(shell, target, options, None, layout).summary}"
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """That of a checkpoint, whose files are copied."""
+
+    folder: Path
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Copy its files."""
+        copy_tokenizer(self.folder, folder)
 
 
 def read_config(model: Path | str) -> PreTrainedConfig:

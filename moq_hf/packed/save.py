@@ -1,9 +1,10 @@
 """`save_quantized`, and at the end of training a result whatever the model is: one model on its way into a folder."""
 
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from huggingface_hub import ModelCardData
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..errors import (
     MoQError,
@@ -31,13 +33,14 @@ from ..model.sizes import ModelSizes, is_unpacked_while_loading
 from ..names import pretrained, uncompiled, without_peft
 from ..processes import is_apart
 from ..quant_linear import QuantLayer
-from ..seams.sentence_transformers import save_around
+from ..seams.sentence_transformers import body_of, save_around
 from ..seams.transformers import (
     has_adapter,
     refuse_older,
     takes_apart,
     ties_in_files,
     untie,
+    without_generation_config,
     write_packing_config,
 )
 from ..text import quoted
@@ -55,8 +58,10 @@ from .files import (
     alone_at,
     digest_of,
     digest_of_configs,
+    move_files,
     read_tensor,
     remove,
+    save_beside,
     staged,
     tensors_in,
 )
@@ -277,6 +282,8 @@ class _Saving:
         # Nothing ties again what `load_state_dict` loads.
         self.tied: Mapping[str, str] = {}
         self.unties = False
+        # Files that the weights do not need to why they are not there.
+        self.not_saved: dict[str, str] = {}
 
     def save(
         self, reference: ReferenceOutputs | None, layout: Layout | None = None
@@ -299,13 +306,14 @@ class _Saving:
                     break
                 # The files are in place already: loading them takes memory, and a
                 # process that is killed for it has delivered.
-                proof = reference.prove(self.target, encoder.rounds_inputs)
+                proof = self._prove(reference, encoder)
                 if proof.agrees is False:
                     # The best layout is the one that is missed.
                     reason = reason or f"{layout}: {proof.reason}"
                 saved = self._record(saved, proof, reason)
                 if proof.agrees is not False:
                     break
+            self._tell_not_saved()
             _warn(self.target, encoder, proof, reason)
             self._write_card(saved)
         return saved
@@ -325,24 +333,32 @@ class _Saving:
             folder, saved.file_bytes, saved.proof, saved.summary(), load, export
         )
 
+    def _prove(self, reference: ReferenceOutputs, encoder: Encoder) -> Proof:
+        if self.not_saved and body_of(self.whole_model) is not None:
+            # No layout could be compared.
+            why = "Sentence Transformers loads no folder without a tokenizer"
+            return Proof(None, reference.examples, None, None, why)
+        return reference.prove(self.target, encoder.rounds_inputs)
+
     def _write(self, encoder: Encoder, by_hand: str | None = None) -> Verification:
         """Write the files of one layout and put them in place; `by_hand` is why `save_pretrained` does not."""
         place = staged(
             self.target.resolve(), what="the packed model to ", publish=_publish
         )
+        self.not_saved = {}
         with place as staging, quiet():
             staging.mkdir()
             tensors, rest = self._encode(encoder)
             if by_hand is None:
                 renamed = encoder.rename(self.model, tensors)
-                save_around(
-                    self.whole_model,
-                    self.model,
-                    staging,
-                    lambda folder: _write_packed_files(
-                        folder, self.model, renamed, encoder, self.options, self.unties
-                    ),
-                )
+
+                def write(folder: Path) -> None:
+                    _write_packed_files(
+                        folder, self.model, renamed, encoder, self.unties
+                    )
+                    self._write_beside(folder)
+
+                save_around(self.whole_model, self.model, staging, write, self._beside)
             else:
                 self._write_by_hand(staging, tensors)
             if self.is_adapted:
@@ -366,6 +382,7 @@ class _Saving:
         encoder = Encoder(self.inventory, self.layers, "floats")
         with alone_at(self.target):
             saved = self._write(encoder, reason)
+        self._tell_not_saved()
         _warn(self.target, encoder, None, reason)
         self._write_card(saved)
         return saved
@@ -378,22 +395,44 @@ class _Saving:
             if isinstance(tensor, Tensor)
         }
         save_file(copies, folder / SINGLE, metadata={"format": "pt"})
-        not_saved = [f"{name} (no tensor)" for name in tensors.keys() - copies.keys()]
+        for name in tensors.keys() - copies.keys():
+            self.not_saved[name] = "no tensor"
         config: Any = getattr(self.model, "config", None)
-        for part in (config, self.options.processing_class):
-            try:
-                if hasattr(part, "save_pretrained"):
-                    part.save_pretrained(folder)
-                if part is config and self._ties()[1]:
-                    untie(folder / CONFIG)
-            # The weights are what must not be lost.
-            except Exception as error:
-                not_saved.append(f"{type(part).__name__} ({one_line(error)})")
-                if part is config:
-                    (folder / CONFIG).unlink(missing_ok=True)
-        if not_saved:
+        if hasattr(config, "save_pretrained"):
+
+            def save(place: Path) -> None:
+                config.save_pretrained(place)
+                if self._ties()[1]:
+                    untie(place / CONFIG)
+
+            self._beside(folder, type(config).__name__, save)
+        self._write_beside(folder)
+
+    def _write_beside(self, folder: Path) -> None:
+        """Write how the model generates, and the tokenizer or processor."""
+        can_generate = getattr(self.model, "can_generate", None)
+        if callable(can_generate) and can_generate():
+            generation: Any = self.model.generation_config
+            save = functools.partial(_save_generation_config, generation)
+            self._beside(folder, type(generation).__name__, save)
+        part = self.options.processing_class
+        if part is not None:
+            name = type(part).__name__
+            self._beside(folder, name, lambda place: part.save_pretrained(place))
+
+    def _beside(self, folder: Path, name: str, save: Callable[[Path], Any]) -> None:
+        """Have what the weights do not need written into a folder, or note why it was not."""
+        fault = save_beside(folder, save)
+        if fault is not None:
+            self.not_saved[name] = fault
+
+    def _tell_not_saved(self) -> None:
+        if self.not_saved:
+            parts = [f"{name} ({why})" for name, why in self.not_saved.items()]
             logger.warning(
-                "moq_hf: not saved beside the weights: %s", ", ".join(not_saved)
+                "moq_hf: %s: not saved beside the weights: %s",
+                self.target,
+                ", ".join(parts),
             )
 
     def _encoder(self, layout: Layout) -> Encoder:
@@ -681,22 +720,20 @@ def _write_packed_files(
     model: Any,
     tensors: Mapping[str, Tensor],
     encoder: Encoder,
-    options: SaveOptions,
     unties: bool,
 ) -> None:
-    """Write the tensors, `config.json` with the quantization config, and the tokenizer or processor."""
-    # The class's own: a quantized model says of its floats that they are some.
-    type(model).save_pretrained(
-        model,
-        folder,
-        state_dict=dict(tensors),
-        # The tensors have their names in the files already.
-        save_original_format=False,
-    )
+    """Write the tensors, and `config.json` with the quantization config."""
+    with without_generation_config(model):
+        # The class's own: a quantized model says of its floats that they are some.
+        type(model).save_pretrained(
+            model,
+            folder,
+            state_dict=dict(tensors),
+            # The tensors have their names in the files already.
+            save_original_format=False,
+        )
     if unties:
         untie(folder / CONFIG)
-    if options.processing_class is not None:
-        options.processing_class.save_pretrained(folder)
     config = encoder.config()
     if config is None:
         return
@@ -711,6 +748,16 @@ def _write_packed_files(
     write_json(path, document)
     if encoder.misleads_older:
         refuse_older(path, encoder.needs["transformers"])
+
+
+def _save_generation_config(config: GenerationConfig, folder: Path) -> None:
+    try:
+        config.save_pretrained(folder)
+    except ValueError:
+        # Saving refuses what is of no effect, as a temperature without sampling, and
+        # loading does not.
+        config.to_json_file(folder / GENERATION_CONFIG_NAME)
+        type(config).from_pretrained(str(folder))
 
 
 def _write_adapter(
@@ -749,11 +796,7 @@ def _publish(staging: Path, target: Path) -> None:
     card = target / _CARD
     if card.exists() and _MARK in card.read_bytes():
         card.unlink()
-    for path in sorted(staging.rglob("*"), key=lambda path: path.name in entries):
-        if path.is_file():
-            place = target / path.relative_to(staging)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(place)
+    move_files(staging, target, last=entries)
 
 
 def _warn(

@@ -12,11 +12,12 @@ Documented, and so not here: `base_model_prefix`, `loss_is_scaled_for_ga`,
 `placements`.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -553,6 +554,21 @@ def never_saved(model: nn.Module) -> set[str]:
         set()
     """
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+@contextlib.contextmanager
+def without_generation_config(model: Any) -> Iterator[None]:
+    """Have a model's `save_pretrained` leave out how it generates, which it writes before the weights and may refuse.
+
+    Relies on: `PreTrainedModel.save_pretrained`, which asks `can_generate` first.
+    Breaks: A model whose generation config loads, but is not valid, would be saved as
+    floats.
+    """
+    vars(model)["can_generate"] = lambda: False
+    try:
+        yield
+    finally:
+        del vars(model)["can_generate"]
 
 
 def has_adapter(model: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from moq_hf.model.convert import quant_layers
 from moq_hf.packed import save as checkpoint
 from moq_hf.packed import state
 from moq_hf.packed.load_check import ReferenceOutputs
-from moq_hf.packed.save import SaveOptions
+from moq_hf.packed.save import SaveOptions, _Saving
 
 TASK = "sequence classification"
 LOAD = "moq_hf.packed.load_check.ReferenceOutputs._load"
@@ -635,3 +635,65 @@ def test_nothing_of_an_older_model_stays(tmp_path: Path, monkeypatch: pytest.Mon
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert left == {"README.md", "model.safetensors", "moq_state.json", "notes.txt"}
     assert state_of(tmp_path)["reason"] == "a reason with ... in it"
+
+
+class Broken:
+    """A processor that stops in the middle of being saved."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (Path(folder) / "templates").mkdir()
+        (Path(folder) / "templates" / "one.jinja").write_text("one")
+        (Path(folder) / "tokenizer.json").write_text('{"half')
+        raise OSError("the other half is missing")
+
+
+@pytest.mark.parametrize(
+    ("processor", "why"),
+    [
+        (Broken(), "Broken (OSError: the other half is missing)"),
+        (object(), "object (AttributeError: 'object' object has no attribute 'save_pretrained')"),
+    ],
+    ids=["half", "none"],
+)
+def test_a_processor_that_cannot_be_saved_is_a_warning(
+    processor: Any, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = quantize_model(bert(), FIXED)
+    save_quantized(model, tmp_path / "one", inputs=inputs_of(TASK, model), processing_class=processor)
+    assert state_of(tmp_path / "one")["layout"] == "packed" and state_of(tmp_path / "one")["proof"]["agrees"] is True
+    _Saving(model, tmp_path / "two", SaveOptions(processor)).save_by_hand("for the test")
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        assert caplog.text.count(f"{folder}: not saved beside the weights: {why}") == 1
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"README.md", "config.json", "model.safetensors", "moq_state.json"}
+
+
+def test_a_generation_config_that_only_advice_is_given_of_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = new_model("Llama", "causal LM")
+    inputs = inputs_of("causal LM", model)
+    quantize_model(model, FIXED)
+    # Of no effect without sampling, so that `save_pretrained` refuses it.
+    model.generation_config.temperature = 0.3
+    save_quantized(model, tmp_path / "one", inputs=inputs)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    assert loaded.generation_config.temperature == 0.3 and "not saved" not in caplog.text
+    # What loading would refuse too.
+    model.generation_config.max_new_tokens = -1
+    save_quantized(model, tmp_path / "two", inputs=inputs)
+    assert "not saved beside the weights: GenerationConfig (ValueError: `max_new_tokens` must be" in caplog.text
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        assert state_of(folder)["layout"] == "packed" and state_of(folder)["proof"]["agrees"] is True
+    assert not (tmp_path / "two" / "generation_config.json").exists() and model.can_generate()
+
+
+def test_arguments_that_cannot_be_saved_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = train(bert(), tmp_path, MoQTrainer)
+    trainer.args.own = lambda: None
+    trainer.save_model(str(tmp_path / "saved"))
+    assert state_of(tmp_path / "saved")["proof"]["agrees"] is True
+    assert f"{tmp_path / 'saved'} has no training_args.bin: PicklingError" in caplog.text.replace(
+        "AttributeError", "PicklingError"
+    )
+    assert not (tmp_path / "saved" / "training_args.bin").exists()
