@@ -187,8 +187,8 @@ def verify_quantized(
         The layers with their sizes.
 
     Raises:
-        MoQError: Something is damaged, missing or different; names the file and the
-            tensor.
+        MoQError: Something is damaged, missing or different, and the text names the
+            file and the tensor; or the model cannot answer `inputs`.
 
     >>> from pathlib import Path
     >>> verify_quantized(Path("a folder that is not there"))
