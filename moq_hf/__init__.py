@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from .errors import MoQError as MoQError
     from .forecast import plan as plan
     from .model.convert import dequantize_model as dequantize_model
-    from .model.convert import quantize_model as quantize_model
     from .packed.save import save_quantized as save_quantized
     from .packed.verify import verify_quantized as verify_quantized
     from .quant_linear import QuantLinear as QuantLinear
+    from .rounding import quantize_model as quantize_model
     from .schedule import PrecisionSchedule as PrecisionSchedule
     from .trainer import MoQTrainer as MoQTrainer
     from .training.checkpoints import last_checkpoint as last_checkpoint
@@ -39,7 +39,7 @@ _HOMES = {
     "dequantize_model": "model.convert",
     "last_checkpoint": "training.checkpoints",
     "plan": "forecast",
-    "quantize_model": "model.convert",
+    "quantize_model": "rounding",
     "save_quantized": "packed.save",
     "verify_quantized": "packed.verify",
 }

@@ -28,7 +28,7 @@ from .config import MoQConfig
 from .config_fields import DistillationConfig
 from .errors import MoQError, one_line
 from .forecast import Plan, plan
-from .model.convert import check_bypassed_weights, is_quantized
+from .model.convert import check_bypassed_weights, is_quantized, tells_of_saves
 from .model.selection import take_inventory
 from .names import pretrained, uncompiled
 from .packed.load_check import ReferenceOutputs, kept_batch
@@ -87,6 +87,42 @@ class _AfterAll(TrainerCallback):
     def _act(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.remove_callback(self)
         self.act()
+
+
+class _AfterLoss(TrainerCallback):
+    """Logs the end of the float phase once its last loss was logged, or at once where that loss is not due."""
+
+    def __init__(self, log: Callable[..., None]) -> None:
+        self._log = log
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """As the last callback, find out whether a loss is to come."""
+        if not control.should_log:
+            self._log(args, state, control, **kwargs)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As the last callback, all others have the loss."""
+        if "loss" in (logs or {}):
+            self._log(args, state, control, **kwargs)
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """It was logged in a way of the Trainer's own."""
+        self._log(*args, **kwargs)
+
+    on_train_end = on_step_begin
 
 
 class MoQCallback(TrainerCallback, ExportableState):
@@ -301,6 +337,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         call_first(self._host, self)
         # Left by a run that another callback ended by an error.
         self._host.remove_callback(_AfterAll)
+        self._host.remove_callback(_AfterLoss)
         model = kwargs["model"]
         if resumed is None and state.global_step >= state.max_steps:
             raise MoQError(
@@ -558,6 +595,23 @@ class MoQCallback(TrainerCallback, ExportableState):
         add_notebook_column(self._host, "moq/bits", lambda: f"{sizes.layer_bits:.4g}")
         if not self._has_switched:
             return
+        if self._last_in_float is None:
+            self._log_switch(args, state, control, **kwargs)
+        else:
+            self._host.add_callback(_AfterLoss(self._log_switch))
+
+    def _log_switch(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Log the bits from here on, of all blocks."""
+        self._host.remove_callback(_AfterLoss)
+        self._last_in_float = None
+        controller = self.controller
+        assert controller is not None
         whole = controller.metrics()
         epoch = {"epoch": state.epoch}
         entry = {**whole, **controller.block_metrics(), **epoch}
@@ -689,7 +743,8 @@ class MoQCallback(TrainerCallback, ExportableState):
                 )
         if state.is_world_process_zero:
             self._close(controller, state, best_step(args, state))
-        if self.trainer is None and args.should_save:
+        is_told = self.trainer is not None or tells_of_saves(controller.model)
+        if args.should_save and not is_told:
             tell_of_saves(self._host, self._tell_of_floats)
 
     def _close(
@@ -712,10 +767,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         elif state.is_hyper_param_search:
             text += f" {done.summary} In {done.path}"
         else:
-            text += (
-                f" {done.summary}\nLoad it: {done.how_to_load}\n"
-                f"Report: moq-hf report {done.path.parent}"
-            )
+            text += f" {done.closing()}\nReport: moq-hf report {done.path.parent}"
         tqdm.write(text)
 
     def _tell_of_floats(self, folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 
-from .config_fields import Positive, Size, Weight
+from .config_fields import Positive, Size
 from .errors import MoQError, show, write_json
 from .version import __version__
 
@@ -31,7 +31,6 @@ def _number(kind: Any, wanted: str) -> Callable[[str], Any]:
 
 _positive = _number(Positive, "a whole number from 1 and below 2**63")
 _size = _number(Size, "a number above 0")
-_weight = _number(Weight, "a number from 0")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,7 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         add(command)
         command.set_defaults(run=run)
-    options = vars(parser.parse_args(argv))
+    parsed, rest = parser.parse_known_args(argv)
+    options = vars(parsed)
+    # Behind an option argparse of Python 3.11 finds no argument that may be left out.
+    is_export = options.get("run") is _export and "out" not in options
+    if is_export and len(rest) == 1 and not rest[0].startswith("-"):
+        options["out"] = rest.pop()
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if not options:
         parser.print_help(sys.stderr)
         return 2
@@ -167,9 +173,10 @@ def _pack(**options: Any) -> None:
     print(pack_checkpoint(**options))
 
 
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
+def _add_packed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
+        metavar="DIR",
         help="what save_quantized, MoQTrainer.save_model or a run's end wrote",
     )
 
@@ -178,9 +185,22 @@ def _inspect(directory: str) -> None:
     from .packed.state import served_by
     from .packed.verify import verify_quantized
     from .serving import served_table
+    from .text import table
 
-    print(verify_quantized(directory).table())
+    found = verify_quantized(directory)
+    print("\n".join([found.verdict(), *found.totals()]))
+    print(f"\n{table(found.rows(), left=(0, 2))}")
     print("\n" + served_table(served_by(directory)))
+
+
+def _verify(directory: str) -> None:
+    from .packed.load_check import has_failed
+    from .packed.verify import verify_quantized
+
+    found = verify_quantized(directory)
+    if has_failed(found.proof):
+        raise MoQError(f"{directory}: {found.proof}")
+    print("\n".join([found.verdict(), *found.totals()]))
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -193,7 +213,10 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--to", required=True, choices=("onnx", "gguf", "float"), help="the format"
     )
     parser.add_argument(
-        "out", metavar="OUT", help="the folder to make; for gguf the file"
+        "out",
+        metavar="OUT",
+        nargs="?",
+        help="the folder to make; for gguf the file; default: beside DIR, as DIR-onnx, DIR-float or DIR.gguf",
     )
     gguf = parser.add_argument_group("gguf")
     gguf.add_argument(
@@ -243,12 +266,13 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     _add_data(onnx, "compare on these rows")
 
 
-def _export(directory: str, to: str, out: str, **options: Any) -> None:
+def _export(directory: str, to: str, out: str | None = None, **options: Any) -> None:
     gguf = {"base", "converter"}
     taken = {"onnx": options.keys() - gguf, "gguf": gguf, "float": set()}
     foreign = options.keys() - taken[to]
     if foreign:
         raise MoQError(f"--to {to} goes without --{', --'.join(sorted(foreign))}")
+    out = out or _beside(directory, "." if to == "gguf" else "-", to)
     if to == "gguf":
         from .export.gguf import export_gguf
 
@@ -264,24 +288,12 @@ def _export(directory: str, to: str, out: str, **options: Any) -> None:
         print(export_onnx(directory, out, **options).table())
 
 
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("directory", metavar="DIR", help="a packed checkpoint with its tokenizer")
-    add("--batch", type=_positive, help="examples timed together; default: 8")
-    add("--sequence", type=_positive, help="tokens of each of them; default: 128")
-    add(
-        "--max_loss",
-        type=_weight,
-        help="what a recommended file may lose of each metric; default: 0.01",
-    )
-    _add_data(parser, "measure the accuracy on these rows")
-
-
-def _bench(**options: Any) -> None:
-    from .export.bench import benchmark
-
-    _read_data(options)
-    print(benchmark(**options).table())
+def _beside(directory: str, *ending: str) -> str:
+    """A path beside a folder, not in it, where the next run to deliver there would leave it."""
+    folder = Path(directory)
+    if folder.name in ("", ".."):
+        folder = folder.resolve()
+    return str(folder.with_name("".join([folder.name, *ending])))
 
 
 def _add_data(parser: Any, does: str) -> None:
@@ -342,11 +354,18 @@ _COMMANDS: dict[str, tuple[Callable[[Any], None], Callable[..., None], str, str]
         "Write the packed model that MoQTrainer.save_model would have written at a checkpoint's step. The weights are "
         "read one at a time: from safetensors, from the shards of FSDP2, or from DeepSpeed's files.",
     ),
+    "verify": (
+        _add_packed,
+        _verify,
+        "check that a packed checkpoint is whole, and say whether it was proven",
+        "Compare every tensor with its digest, and every code and scale with the declared grid. The exit status is 2 "
+        "where something is damaged, or the model does not compute what was evaluated.",
+    ),
     "inspect": (
-        _add_inspect,
+        _add_packed,
         _inspect,
         "verify a packed checkpoint, print its layers and who can serve it",
-        "Verify a packed checkpoint, and say which servers take it.",
+        "Verify a packed checkpoint, print its layers, and say which servers take it.",
     ),
     "export": (
         _add_export,
@@ -355,13 +374,6 @@ _COMMANDS: dict[str, tuple[Callable[[Any], None], Callable[..., None], str, str]
         "onnx: models with integer weights in the folder OUT, whose answers are compared with the checkpoint's; if "
         "weight-only differs by more than the tolerance, nothing is written and the exit status is 2. gguf: the "
         "checkpoint's integers in the file OUT, for llama.cpp. float: an ordinary folder OUT of floats on their grid.",
-    ),
-    "bench": (
-        _add_bench,
-        _bench,
-        "speed, size and accuracy of the exported files on this CPU, and which one to deploy",
-        "Export a packed encoder to a temporary folder, measure the files in ONNX Runtime and, if it is installed, in "
-        "OpenVINO beside PyTorch, and say which file to deploy here.",
     ),
 }
 

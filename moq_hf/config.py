@@ -11,11 +11,19 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from .config_fields import ConfigFields, checked
-from .config_reading import by_section, flatten, nearest, parse
+from .config_reading import by_section, flatten, nearest, parse, width_in
 from .errors import MoQConfigError, listed, show
 
 # Configs that come with the package, in its folder `presets`, by their names.
 PRESETS = ("w8", "w4", "w3", "w2", "lm-w4", "moq", "auto", "eigen")
+# What schemes of other libraries are here.
+_SCHEMES = {
+    "w4a16": "w4",
+    "w8a16": "w8",
+    "w8a8": '"w8", activations=8',
+    "mxfp4": 'format="mxfp4"',
+    "nvfp4": 'format="nvfp4"',
+}
 
 
 @checked
@@ -81,16 +89,15 @@ class MoQConfig(ConfigFields):
         if isinstance(source, (str, os.PathLike)):
             return parse(cls, read_document(source), os.fspath(source), keywords)
         got = "nothing" if source is None else type(source).__name__
-        if isinstance(source, int) and not isinstance(source, bool):
-            got += f": write bits={source}"
+        bits = source if got == "int" else 4
         raise MoQConfigError(
-            f"a MoQ config is a preset ({listed(PRESETS)}), a path, a mapping, a MoQConfig, or keywords such as "
-            f"bits=4; got {got}"
+            f"a MoQ config is a preset ({listed(PRESETS)}), a path, a mapping or a MoQConfig, such as "
+            f"MoQConfig(bits={bits}); got {got}"
         )
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> "MoQConfig":
-        """Read a JSON file: the `quantize_training` block alone or a DeepSpeed config that holds it.
+        """Read a JSON file: keywords, DeepSpeed's words for them, or a DeepSpeed config that holds `quantize_training`.
 
         Raises:
             MoQConfigError: No such file, not JSON (line and column), or a wrong config.
@@ -142,6 +149,8 @@ class MoQConfig(ConfigFields):
 
 def _from_keywords(self: MoQConfig, *sources: Any, **keywords: Any) -> None:
     if sources:
+        # What is no source of a config either says so.
+        MoQConfig.load(sources[0])
         raise MoQConfigError(
             f"MoQConfig takes keywords alone: write MoQConfig.load({show(sources[0])}, ...)"
         )
@@ -168,10 +177,7 @@ def read_document(path: str | os.PathLike[str]) -> Any:
         reason = getattr(error, "strerror", None) or str(error)
         presets = ""
         if isinstance(error, FileNotFoundError):
-            presets = f"; the presets are {listed(PRESETS)}"
-            spelt = os.fspath(path).lower().replace("_", "-").replace("int", "w")
-            near = nearest(spelt, PRESETS, 0.8)
-            presets += f" (did you mean {near}?)" if near else ""
+            presets = f"; the presets are {listed(PRESETS)}{_meant(path)}"
         raise MoQConfigError(
             f"cannot read the MoQ config {os.fspath(path)}: {reason}{presets}"
         ) from error
@@ -184,6 +190,17 @@ def read_document(path: str | os.PathLike[str]) -> Any:
         ) from error
     except (RecursionError, ValueError) as error:
         raise MoQConfigError(f"{os.fspath(path)}: {error}") from error
+
+
+def _meant(path: str | os.PathLike[str]) -> str:
+    """Ask for the preset, or the number of bits, that a name was probably meant for; "" if none is near."""
+    name = Path(path).name.lower().removesuffix(".json").removeprefix("moq_")
+    width = width_in(name)
+    near = nearest(f"w{width}" if width else name.replace("_", "-"), PRESETS, 0.8)
+    if not near and width in range(1, 9):
+        near = f"bits={width}"
+    near = near or _SCHEMES.get(name)
+    return f" (did you mean {near}?)" if near else ""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from typing import (
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     AliasPath,
     ConfigDict,
     FailFast,
@@ -94,13 +93,12 @@ else:
 Measure = Literal["eigenvalue", "divergence"]
 
 
-def key(meaning: str, *names: str, **more: Any) -> Any:
-    """Describe a field's key: its meaning, its name in the file if it is not the field's, and other names for it."""
-    if names:
-        paths = [AliasPath(*name.split(".")) for name in names]
+def key(meaning: str, name: str = "", **more: Any) -> Any:
+    """Describe a field's key: its meaning, and its name in the file if it is not the field's."""
+    if name:
         more |= {
-            "validation_alias": AliasChoices(*paths),
-            "serialization_alias": names[0],
+            "validation_alias": AliasPath(*name.split(".")),
+            "serialization_alias": name,
         }
     return Field(description=meaning, **more)
 
@@ -338,7 +336,6 @@ class ConfigFields:
         key(
             "also spelled `quantize_type` at the top, and `quantize-algo`",
             "quantize_algo.q_type",
-            "quantize_type",
         ),
     ] = "symmetric"
     rounding: Annotated[
@@ -578,12 +575,14 @@ class ConfigFields:
 
         >>> ConfigFields(bits=BitBudget(mean=3.0)).target_in_words
         '2, 3, 4 or 8 bits, 3 in the mean'
+        >>> ConfigFields(bits=1).target_in_words
+        '1 bit'
         >>> ConfigFields(bits=4, overrides={"*.layer.0.*": {"bits": 8}}).target_in_words
         '4 bits (*.layer.0.*: 8 bits)'
         """
-        words = (
-            f"{self.bits} bits" if isinstance(self.bits, int) else self.bits.in_words()
-        )
+        words = "1 bit" if self.bits == 1 else f"{self.bits} bits"
+        if isinstance(self.bits, BitBudget):
+            words = self.bits.in_words()
         others = [
             f"{glob}: {own.span_in_words}"
             for glob, own in self.variants().items()

@@ -4,6 +4,7 @@ import difflib
 import functools
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, TypeVar, cast
@@ -18,14 +19,56 @@ logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=ConfigFields)
 
-# What other libraries call a key.
-_SYNONYMS = {
-    "num_bits": "quantize_bits.target_bits",
-    "weight_bits": "quantize_bits.target_bits",
-    "ignore": "modules_to_not_convert",
-    "exclude": "modules_to_not_convert",
-    "sym": "quantize_algo.q_type",
-    "symmetric": "quantize_algo.q_type",
+# What a word of other libraries means here (bitsandbytes, GPTQ, AWQ, HQQ, torchao, quanto, llm-compressor, the
+# Trainer): the path of a key, or else what to do.
+_WORDS = {
+    "quantize_bits.target_bits": "num_bits n_bits nbits wbits w_bit w_bits weight_bits bit bit_width bitwidth weights "
+    "weight_dtype wdtype precision",
+    "quantize_group_size": "group groupsize q_group_size block_size blocksize",
+    "quantize_algo.scale": "observer",
+    "quantize_format": "quant_type bnb_4bit_quant_type",
+    "modules_to_not_convert": "ignore ignored_layers ignore_modules exclude exclude_modules skip skip_modules "
+    "skip_layers llm_int8_skip_modules modules_to_not_quantize",
+    "activation_quantization": "activation activation_bits activation_dtype act_bits abits a_bit a_bits input_bits "
+    "input_activations",
+    "quantize_embeddings": "embedding_bits embed_bits quantize_embedding",
+    "quantize_heads": "lm_head quantize_lm_head quant_lm_head",
+    "quantize_schedule.schedule_offset": "delay quant_delay quantization_delay float_steps",
+    "write bits=4": "load_in_4bit",
+    "write bits=8": "load_in_8bit",
+    'write bits={"mean": 3.0}, or bits={"file_mb": 12}': "mean mean_bits bits_per_weight file_mb size_mb target_mb",
+    'write groups="per_channel", which is the default, or group_size=32': "per_channel channel_wise per_tensor "
+    "granularity strategy axis",
+    "period, offset and deadline say it": "schedule",
+    'write q_type="asymmetric", or "symmetric"': "sym symmetric asym asymmetric zero_point zero_points use_zp",
+    "to round by GPTQ write gptq=128, the number of training examples to use": "method algorithm desc_act act_order "
+    "actorder damp_percent dampening_frac percdamp true_sequential static_groups dataset nsamples calibration_samples "
+    "num_calibration_samples",
+    "every linear layer but the heads is quantized; modules_to_not_convert names others, overrides give some their own "
+    "bits": "targets target_modules modules modules_to_convert layers include",
+    'a preset comes first, without a keyword: "w4"': "preset scheme recipe quant_scheme",
+    "it belongs to the config of another library; say bits=4, group_size=32 and so on": "quant_method "
+    "quantization_config config_groups backend version",
+    "the model says it: from_pretrained(..., dtype=torch.bfloat16)": "dtype torch_dtype compute_dtype "
+    "bnb_4bit_compute_dtype",
+    "it is an argument of from_pretrained": "device_map attn_implementation trust_remote_code",
+    "the server decides it, as vLLM does by --kv-cache-dtype": "kv_cache kv_cache_scheme kv_cache_dtype kv_bits",
+    "the learning rate's warmup is an argument of TrainingArguments, and offset is the number of steps in float before "
+    "anything is quantized": "warmup warmup_steps warmup_ratio num_warmup_steps",
+    "it is an argument of TrainingArguments": "learning_rate num_train_epochs max_steps "
+    "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps gradient_checkpointing "
+    "weight_decay max_grad_norm lr_scheduler_type optim fp16 bf16 output_dir logging_steps eval_steps eval_strategy "
+    "save_steps save_strategy report_to",
+    "it is learning_rate of TrainingArguments": "lr",
+    "it is num_train_epochs of TrainingArguments": "epochs num_epochs",
+    "it is per_device_train_batch_size of TrainingArguments": "batch_size",
+    "it is max_steps of TrainingArguments": "steps total_steps num_train_steps",
+    "it is optim of TrainingArguments": "optimizer",
+    "it is lr_scheduler_type of TrainingArguments": "scheduler lr_scheduler",
+    "it is an argument of the Trainer": "model args train_dataset eval_dataset data_collator compute_metrics "
+    "processing_class optimizers",
+    "it is processing_class of the Trainer": "tokenizer",
+    "it is an argument of PEFT's LoraConfig": "lora_r lora_alpha lora_dropout",
 }
 # Keywords that are no config's, and are given to a callback all the same.
 _OF_TRAINER = ("float_first", "teacher", "teacher_init_kwargs")
@@ -69,20 +112,22 @@ def parse(
     """
     faults: list[str] = []
     block, ignored = _block_of(document, where, faults)
-    of_keywords: list[str] = []
-    given = _keyword_values(keywords or {}, of_keywords)
-    values = flatten(block, faults)
+    is_deepspeed = block is not document
+    names = [*keyword_paths()]
+    given = _values_of(keywords or {}, faults, names)
+    # Errors have the words of who wrote the document.
+    is_flat = not document or bool(not is_deepspeed and _only_keywords(block))
+    read = flatten if is_deepspeed else _values_of
+    values = read(block, faults, names if is_flat else ())
     # A keyword of the two goes before either of the document's.
     if any(given.get(name) is not None for name in _GROUPS):
         values = {name: value for name, value in values.items() if name not in _GROUPS}
     values |= given
-    faults += map(_in_keywords, of_keywords)
     # What is not a format at all is found below.
     fp4 = FP4.get(str(values.get("quantize_format")))
     if fp4 is not None:
         values.setdefault("quantize_bits.target_bits", FP4_BITS)
         values.setdefault("quantize_group_size", fp4.group_size)
-    is_deepspeed = block is not document
     if is_deepspeed:
         if values.get("quantize_group_size") is not None:
             values.setdefault("quantize_groups", "per_channel")
@@ -103,9 +148,8 @@ def parse(
     for text in config.conflicts():
         if not any(path in text for path in settled):
             told.append(text)
-    for text in told:
-        is_keyword = not document or any(path in text for path in given)
-        faults.append(_in_keywords(text) if is_keyword else text)
+    said = keyword_paths().values() if is_flat else given
+    faults += [_in_keywords(text, said) for text in told]
     if faults:
         raise MoQConfigError(_in_one_text(where, faults))
     if ignored:
@@ -151,8 +195,16 @@ def _block_of(
             for name in document
             if name in _places()
         ]
+        paths = keyword_paths()
+        beside = _only_keywords(document)
+        faults += [
+            f"{name}: keywords do not go beside quantize_training; write {paths[name]} in it, or keywords alone"
+            for name in document
+            if name in beside
+        ]
+        ours += beside
         return block, [name for name in document if name not in ours]
-    if any(name in DEEPSPEED_KEYS for name in document):
+    if not DEEPSPEED_KEYS.isdisjoint(document) and not _only_keywords(document):
         raise MoQConfigError(
             f"{where}: a DeepSpeed config without the section quantize_training, so there is nothing to quantize"
             + (
@@ -211,8 +263,9 @@ def flatten(
                     faults.append(
                         _unknown_key(str(inner), f"{section}.", names, len(faults))
                     )
-    if "quantize_type" in values and "quantize_algo.q_type" in values:
-        one, other = values.pop("quantize_type"), values["quantize_algo.q_type"]
+    if "quantize_type" in values:
+        one = values.pop("quantize_type")
+        other = values.setdefault("quantize_algo.q_type", one)
         if one != other:
             both = f"quantize_type is {show(one)} but quantize_algo.q_type is {show(other)}"
             faults.append(f"{both}: they mean the same, give one")
@@ -263,26 +316,38 @@ def keyword_paths() -> dict[str, str]:
     }
 
 
-def _keyword_values(keywords: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Give the value of each keyword by its path in a file; `faults` takes what is not legal."""
+def _only_keywords(block: Mapping[str, Any]) -> set[str]:
+    """The names in a block that are keywords, and called otherwise in DeepSpeed's words."""
     paths = keyword_paths()
-    values: dict[str, Any] = {}
-    for name, value in keywords.items():
+    return {name for name in block if paths.get(name, name) != name}
+
+
+def _values_of(
+    block: Mapping[str, Any], faults: list[str], known: Sequence[str]
+) -> dict[str, Any]:
+    """Give the value of each key by its path; keys are keywords, or DeepSpeed's words. `faults`, `known`: `flatten`."""
+    paths = keyword_paths()
+    words = _only_keywords(block)
+    own: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
+    for name, value in block.items():
         if name in _OF_TRAINER:
             faults.append(
                 f"{name} is an argument of MoQTrainer: a callback cannot change the loss"
             )
             continue
-        path = paths.get(name, name)
         if is_dataclass(value):
             value = given_in(value)
         elif name == "activations":
             value = _activations(value)
+        (own if name in words else theirs)[name] = value
+    values = flatten(theirs, faults, known)
+    for name, value in own.items():
+        path = paths[name]
+        if path in values or path in theirs:
+            faults.append(f"{name} and {path} mean the same, give one")
         found = {path: value}
-        if "." not in path:
-            found = flatten(found, faults, list(paths))
-        faults += [f"{path}: given twice" for path in found if path in values]
-        values |= found
+        values |= found if "." in path else flatten(found, faults)
     return values
 
 
@@ -295,12 +360,14 @@ def _activations(value: Any) -> Any:
     return {"enabled": True, **value} if isinstance(value, Mapping) else value
 
 
-def _in_keywords(text: str) -> str:
-    """Put keywords for the paths of keys in an error.
+def _in_keywords(text: str, said: Iterable[str]) -> str:
+    """Put keywords for the paths of keys in an error that has a path which was said by its keyword.
 
-    >>> _in_keywords("quantize_bits.target_bits: 17 is not legal")
+    >>> _in_keywords("quantize_bits.target_bits: 17 is not legal", ["quantize_bits.target_bits"])
     'bits: 17 is not legal'
     """
+    if not any(path in text for path in said):
+        return text
     for name, path in keyword_paths().items():
         if "." in path or path.startswith("quantize_"):
             text = text.replace(path, name)
@@ -331,7 +398,7 @@ def _value_faults(error: ValidationError, values: Mapping[str, Any]) -> dict[str
             by each.
         values: The values by their paths.
     """
-    schemas = key_schemas() | {"quantize_type": key_schemas()["quantize_algo.q_type"]}
+    schemas = key_schemas()
     faults: dict[str, str] = {}
     for found in error.errors(include_url=False, include_input=False):
         head, *inner = found["loc"]
@@ -372,10 +439,14 @@ def _hint(value: Any, schema: Mapping[str, Any]) -> str:
     types = [kind.get("type") for kind in kinds]
     items = [kind.get("items", kind) for kind in kinds]
     words = [w for item in items for w in item.get("enum", [item.get("const")]) if w]
-    if "integer" in types and isinstance(value, (str, float)):
-        text = str(value).removesuffix(".0")
-        if text.isdecimal() and len(text) < 5:
-            return f" (write {text})"
+    is_text = isinstance(value, str)
+    width = width_in(str(value)) if is_text or isinstance(value, float) else None
+    if "integer" in types and width:
+        return f" (write {width})"
+    found = re.fullmatch(r"(\d*\.?\d+) ?(%?)", value[:80]) if is_text else None
+    share = float(found[1]) / (100 if found[2] else 1) if found else 0.0
+    if "number" in types and 0 < share <= 1:
+        return f" (write {share:g})"
     if "integer" in types and type(value) is int and value > LARGEST:
         return " and below 2**63"
     # Of a list, its first item that is no word was misspelt.
@@ -386,6 +457,16 @@ def _hint(value: Any, schema: Mapping[str, Any]) -> str:
     if isinstance(value, str) and "array" in types:
         return f" (write {show([near or value])})" if near or not words else ""
     return f" (did you mean {json.dumps(near)}?)" if near else ""
+
+
+def width_in(text: str) -> int | None:
+    """The whole number in a text, which may be a number of bits as people write it; None if there is none.
+
+    >>> [width_in(text) for text in ("4", "8.0", "int4", "w4", "4-bit", "4 bits", "w8a8")]
+    [4, 8, 4, 4, 4, 4, None]
+    """
+    found = re.fullmatch(r"(?:int|w)?(\d{1,4})(?:\.0)?(?:[ _-]?bits?)?", text.lower())
+    return int(found[1]) if found else None
 
 
 def nearest(word: Any, words: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -428,20 +509,29 @@ def _unknown_key(name: str, section: str, here: Sequence[str], earlier: int) -> 
     if earlier >= MOST_FAULTS or len(name) > 80:
         return f"{path}: unknown key"
     inner = {key.split(".")[1]: key for key in key_schemas() if "." in key}
-    meant = _SYNONYMS | inner | keyword_paths()
+    ours = inner | keyword_paths()
     # They stand in several places and point nowhere.
     for common in ("enabled", "verbose"):
-        del meant[common]
-    near = nearest(name, here)
-    # A letter too many is a slip, even where another section has the word as it is.
-    if near and (name not in meant or nearest(name, here, 0.9)):
-        return f"{path}: unknown key, did you mean {section}{near}?"
-    elsewhere = nearest(name, meant, 0.8)
-    if elsewhere:
-        path_meant = meant[elsewhere]
-        names = {own: word for word, own in keyword_paths().items()}
-        # Keywords and overrides have a key by its short name.
-        short = names.get(path_meant)
-        found = f"{section}{short}" if short in here else path_meant
-        return f"{path}: unknown key, did you mean {found}?"
-    return f"{path}: unknown key; legal here are {', '.join(here)}"
+        del ours[common]
+    theirs = _words_of_others()
+    word = name.lower().replace("-", "_")
+    meant = None if section and word in ours else theirs.get(word)
+    if meant is None:
+        near = nearest(word, here, 0.75)
+        # A letter too many is a slip, even where another section has the word as it is.
+        if near and (word not in ours or nearest(word, here, 0.9)):
+            return f"{path}: unknown key, did you mean {section}{near}?"
+        meant = ours.get(nearest(word, ours, 0.8) or "")
+    if meant is None:
+        return f"{path}: unknown key; legal here are {', '.join(here)}"
+    if " " in meant:
+        return f"{path}: unknown key; {meant}"
+    # Keywords and overrides have a key by its short name.
+    short = {key: word for word, key in keyword_paths().items()}.get(meant)
+    found = f"{section}{short}" if short in here else meant
+    return f"{path}: unknown key, did you mean {found}?"
+
+
+@functools.cache
+def _words_of_others() -> dict[str, str]:
+    return {word: meant for meant, words in _WORDS.items() for word in words.split()}

@@ -1,11 +1,14 @@
 """What a run will hold in memory, ahead of time: from a model's shapes, before any weight is loaded."""
 
-from typing import cast
+import contextlib
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedConfig
 
 from .config import MoQConfig
+from .packed.files import CONFIG
 from .packed.pack import empty_model, read_config
 from .processes import shape_of
 from .text import table
@@ -24,11 +27,12 @@ def plan_of_model(model: str, config: MoQConfig, total_steps: int) -> str:
         MoQError: There is no such model, or the config does not fit it.
     """
     described = read_config(model)
+    lines = _name_class(described)
     shell = empty_model(described, model)
     if isinstance(described.dtype, torch.dtype):
         cast(nn.Module, shell).to(described.dtype)
     controller = MoQController(shell, config, total_steps)
-    lines = [controller.summary()]
+    lines.append(controller.summary())
     targets = controller.schedule.targets
     if targets is not None:
         for block, names in controller.blocks.items():
@@ -40,6 +44,20 @@ def plan_of_model(model: str, config: MoQConfig, total_steps: int) -> str:
     rows = [(name, f"{size / 1e6:,.1f}") for name, size in parts if size]
     lines += ["", table([("memory", "MB"), *rows])]
     return "\n".join(lines)
+
+
+def _name_class(config: PreTrainedConfig) -> list[str]:
+    """Have a config that names no class name the base model of its type, if there is one, and say so."""
+    if config.architectures:
+        return []
+    # A type without one: making the model says what is missing.
+    with contextlib.suppress(Exception), torch.device("meta"):
+        name = type(cast(Any, AutoModel).from_config(config)).__name__
+        config.architectures = [name]
+        return [
+            f"{CONFIG} names no architectures: planned as {name}, without the head of a task"
+        ]
+    return []
 
 
 def memory_of(controller: MoQController) -> dict[str, int]:

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from .config import MoQConfig
 from .errors import MoQError, read_as, read_json, require
 from .model.sizes import percent
-from .packed.state import STATE_NAME
+from .packed.state import STATE_NAME, export_command
 from .packed.verify import Verification, recorded
 from .schedule import FLOAT_BITS, begins_in_float
 from .text import float_after, megabytes, metric_rows, metrics_in, table
@@ -282,13 +282,12 @@ def _page(run: Run) -> str:
         outcome = html.escape(run.choice.outcome())
         parts.append(f"<h2>Bits under a budget</h2><p>{outcome}</p>")
         parts.append(_table(run.choice.rows()))
-    if found is not None:
-        folder = html.escape(str(run.delivered))
+    if found is not None and run.delivered is not None:
+        inspect = f"moq-hf inspect {run.delivered}    # layers, sizes, who serves it"
+        steps = "\n".join(filter(None, [inspect, export_command(run.delivered)]))
         parts += [
             f"<h2>Proof</h2><p>{html.escape(_proof(found))}</p>",
-            f"<h2>Next steps</h2><pre>moq-hf inspect {folder}    # layers, sizes, who serves it",
-            f"moq-hf bench {folder}    # speed in ONNX Runtime and OpenVINO",
-            f"moq-hf export {folder} --to onnx OUT</pre>",
+            f"<h2>Next steps</h2><pre>{html.escape(steps)}</pre>",
         ]
     config = html.escape(json.dumps(run.config.to_dict(), indent=2))
     parts.append(

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import transformers
 from torch import nn
 
 from .config import MoQConfig
@@ -373,6 +374,9 @@ def verdict(model: Description, server: Server) -> Verdict:
     answer: Answer = "no"
     if not reasons:
         answer = "yes" if is_tried else "not tried"
+    if server is TRANSFORMERS:
+        # The one that is installed loads and proves what is delivered.
+        server = replace(server, version=transformers.__version__)
     return Verdict(server, answer, reasons, tuple(notes))
 
 

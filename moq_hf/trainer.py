@@ -1,9 +1,11 @@
 """`MoQTrainer`: a `Trainer` with MoQ wired in, and what only a Trainer subclass can do."""
 
+import inspect
 import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,10 +19,12 @@ from transformers import PreTrainedModel, Trainer
 from .callback import MoQCallback, write_result
 from .config import MoQConfig
 from .config_fields import DistillationConfig
+from .config_reading import keyword_paths
 from .errors import MoQError
 from .model.convert import is_quantized, quant_layers
 from .model.inventory import is_packed
 from .packed.card import write_run_card
+from .packed.files import save_beside
 from .packed.state import STATE_NAME, record_metrics
 from .processes import is_apart
 from .seams.transformers import (
@@ -71,7 +75,8 @@ class MoQTrainer(Trainer):
     Args:
         *args: What `Trainer` takes.
         moq_config: A preset's name, the path of a JSON file, a mapping or a
-            `MoQConfig`; None leaves the model as it is.
+            `MoQConfig`; without it, and without keywords of a `MoQConfig`, the model
+            stays as it is.
         teacher: A float model for distillation, instead of `distillation.teacher` in
             the config.
         teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`:
@@ -83,10 +88,11 @@ class MoQTrainer(Trainer):
             schedule and the optimizer's state begun anew. Neither phase has
             dropout, unless `distillation.dropout` is true. The config's
             `schedule_offset` is not read.
-        **kwargs: What `Trainer` takes.
+        **kwargs: What `Trainer` takes, and keywords of `MoQConfig`, which go before
+            what `moq_config` says.
 
     Raises:
-        MoQConfigError: The config is wrong.
+        MoQConfigError: The config is wrong, or there is a keyword that neither knows.
         MoQError: The config does not fit the model, `callbacks` holds a MoQCallback
             too, or `float_first` goes with a teacher, without a config, with a custom
             scheduler or with PEFT's adapters.
@@ -131,7 +137,18 @@ class MoQTrainer(Trainer):
     ) -> None:
         callbacks = list(kwargs.get("callbacks") or [])
         share = share_of(float_first)
-        config = None if moq_config is None else MoQConfig.load(moq_config)
+        # Keywords that no Trainer takes go to the config, whose error says what a wrong one was meant for.
+        taken = inspect.signature(super().__init__).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        own = keyword_paths().keys() if takes_any else kwargs.keys()
+        keywords = {
+            name: kwargs.pop(name)
+            for name in [*own]
+            if name in kwargs and name not in taken
+        }
+        config = None
+        if moq_config is not None or keywords:
+            config = MoQConfig.load(moq_config, **keywords)
         if share is not None:
             if config is None or not config.enabled or teacher is not None:
                 raise MoQError(
@@ -557,7 +574,9 @@ class MoQTrainer(Trainer):
         if done is not None:
             tqdm.write(f"moq_hf: saved in {folder}. {done.summary}")
         if self.args.should_save:
-            save_training_args(self.args, folder)
+            fault = save_beside(folder, partial(save_training_args, self.args))
+            if fault is not None:
+                logger.warning("moq_hf: %s has no training_args.bin: %s", folder, fault)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the cards of the packed model, with the last metrics; the Trainer's own where none was saved."""

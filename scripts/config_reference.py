@@ -5,10 +5,11 @@ Run at the root of the repository: `python scripts/config_reference.py`.
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from moq_hf.config_reading import by_section, key_schemas, legal, schema_of_fields
+from moq_hf.config_reading import by_section, key_schemas, keyword_paths, legal, schema_of_fields
 from moq_hf.text import markdown_table
 
 SCHEMA = Path("configs/moq.schema.json")
@@ -22,6 +23,24 @@ def key_table() -> str:
         for path, schema in key_schemas().items()
     ]
     return markdown_table([["key", "legal", "default", "meaning"], *rows])
+
+
+def with_keywords(properties: Iterable[str]) -> dict[str, Any]:
+    """The schema of a block whose keys, `properties`, may be keywords too, without two words for one key."""
+    found = {name: {"$ref": f"#/$defs/block/properties/{name}"} for name in properties}
+    twice: list[dict[str, Any]] = [{"required": ["quantize_algo", "quantize-algo"]}]
+    for name, path in keyword_paths().items():
+        if name != path:
+            head, _, inner = path.partition(".")
+            place = path.replace(".", "/properties/")
+            found[name] = {"$ref": f"#/$defs/block/properties/{place}"}
+            both = {head: {"required": [inner]}} if inner else {}
+            twice.append({"required": [name, head], "properties": both})
+    found["activations"] = {
+        "anyOf": [found["activations"], {"type": "boolean"}, key_schemas()["activation_quantization.bits"]],
+        "description": "the section, its `bits`, or whether it is on",
+    }
+    return {"type": "object", "properties": found, "additionalProperties": False, "not": {"anyOf": twice}}
 
 
 def json_schema() -> dict[str, Any]:
@@ -39,17 +58,18 @@ def json_schema() -> dict[str, Any]:
     properties["quantize_type"] = key_schemas()["quantize_algo.q_type"] | also
     properties["quantize-algo"] = {"$ref": "#/$defs/block/properties/quantize_algo"}
     block = {"$ref": "#/$defs/block"}
+    flat = with_keywords(properties)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "moq_hf",
-        "description": "A config of moq_hf: its keys alone, or a DeepSpeed config with them in quantize_training.",
+        "description": "A config of moq_hf: keywords, or DeepSpeed's words, alone or in quantize_training.",
         "type": "object",
         "if": {"required": ["quantize_training"]},
         "then": {
             "properties": {"quantize_training": block},
-            "propertyNames": {"not": {"enum": sorted(properties.keys() - {"$schema"})}},
+            "propertyNames": {"not": {"enum": sorted(flat["properties"].keys() - {"$schema"})}},
         },
-        "else": block,
+        "else": {"$ref": "#/$defs/flat"},
         "$defs": {
             **schema_of_fields()["$defs"],
             "block": {
@@ -58,6 +78,7 @@ def json_schema() -> dict[str, Any]:
                 "additionalProperties": False,
                 "not": {"required": ["quantize_algo", "quantize-algo"]},
             },
+            "flat": flat,
         },
     }
 

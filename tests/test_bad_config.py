@@ -92,9 +92,36 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ("section with a longer name", with_bits(quantize_algorithm={}), ["did you mean quantize_algo?"]),
     ("off, with wrong bits", {"enabled": False} | bits(4, 8), ["target_bits 8 is above quantize_bits.start_bits 4"]),
     ("dotted key", {"quantize_bits.target_bits": 8}, ["quantize_bits.target_bits: unknown key"]),
-    ("unknown key", with_bits(learning_rate=1e-4), ["learning_rate: unknown key; legal here are", "quantize_bits"]),
+    (
+        "a key of the Trainer's",
+        with_bits(learning_rate=1e-4),
+        ["learning_rate: unknown key; it is an argument of TrainingArguments"],
+    ),
+    ("unknown key", with_bits(weather=1), ["weather: unknown key; legal here are", "quantize_bits"]),
     ("switch where there is none", schedule(enabled=True), ["quantize_schedule.enabled: unknown key; legal here are"]),
     ("number for a key", {8: 8} | BITS, ["8: keys must be text"]),
+    # Keywords in a document.
+    ("two words for one key", {"bits": 4} | BITS, ["bits and quantize_bits.target_bits mean the same, give one"]),
+    ("two words for an equal section", {"bits": 4, "blend": {}, "fp16_mixed_quantize": {}}, ["blend and fp16_mixed_"]),
+    ("a second word for the type", {"bits": 4, "q_type": "symmetric", "quantize_type": "symmetric"}, ["q_type and "]),
+    (
+        "a keyword beside the block",
+        {"quantize_training": BITS, "bits": 4},
+        ["bits: keywords do not go beside quantize_training; write quantize_bits.target_bits in it, or keywords alone"],
+    ),
+    (
+        "a keyword in the block",
+        {"quantize_training": {"bits": 4}},
+        ["bits: unknown key, did you mean quantize_bits.ta"],
+    ),
+    ("a wrong keyword", {"bits": 17}, [": bits: 17 is not legal", "from 1 to 16"]),
+    ("keywords that conflict", {"bits": 4, "groups": 8, "group_size": 32}, [": groups 8 and group_size 32 exclude"]),
+    ("a misspelt keyword", {"bits": 4, "grop_size": 32}, ["grop_size: unknown key, did you mean group_size?"]),
+    (
+        "a key of the Trainer's beside keywords",
+        {"bits": 4, "fp16": True},
+        ["fp16: unknown key; it is an argument of T"],
+    ),
     # Types.
     ("number for a section", {"quantize_bits": 8}, ["quantize_bits: 8 is not an object of keys"]),
     ("text for bits", bits("12", 8), ['quantize_bits.start_bits: "12" is not legal', "a whole number from 1 to 16"]),
@@ -150,7 +177,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ("empty path", eigenvalue(layer_name=""), ['eigenvalue.layer_name: ""', "text, or null"]),
     ("object for a value", with_bits(seed={"a": 1}), ['seed: {"a": 1} is not legal', "a whole number from 0"]),
     ("no JSON type", with_bits(seed={1, 2}), ["seed: set is not legal"]),
-    ("very long value", with_bits(quantize_type="x" * 500), ["quantize_type: ", "..."]),
+    ("very long value", with_bits(quantize_type="x" * 500), ["quantize_algo.q_type: ", "..."]),
     ("number beyond printing", with_bits(seed=10**5000), ["seed: int is not legal"]),
     # Ranges.
     ("0 bits", bits(12, 0), ["quantize_bits.target_bits: 0 is not legal", "from 1 to 16"]),
@@ -374,7 +401,7 @@ def test_huge_keys_and_values_are_cut_short() -> None:
 ONLY_OURS = {
     *("duplicate key", "duplicate key further in", "float for bits", "float for groups", "float for a period"),
     *("empty block", "off, with wrong bits", "start below target", "start below the default target", "target 16"),
-    *("no target", "two types", "groups and a group size"),
+    *("no target", "two types", "groups and a group size", "a second word for the type", "keywords that conflict"),
     *("stochastic ternary", "stochastic binary", "asymmetric binary", "asymmetric full range"),
     *("no mean of these", "choices not in order", "1 bit asymmetric among the choices"),
     *("a measure that nothing asks for", "a list that names nothing", "an override that says nothing"),
@@ -413,7 +440,7 @@ def test_no_source_of_a_config(source: Any) -> None:
         caught.value,
         [
             "a preset (w8, w4, ",
-            "a path, a mapping, a MoQConfig",
+            "a path, a mapping or a MoQConfig",
             "nothing" if source is None else type(source).__name__,
         ],
     )
@@ -436,20 +463,27 @@ def moq(**arguments: Any) -> Any:
         (moq(target_bits=4), ["target_bits: unknown key, did you mean bits?"]),
         (lambda: MoQConfig(num_bits=4), ["MoQConfig: num_bits: unknown key, did you mean bits?"]),  # type: ignore[call-arg]
         (lambda: MoQConfig.load("w4", target_bits=3), ["preset w4: target_bits: unknown key, did you mean bits?"]),
-        (lambda: MoQConfig.load({"bits": 4}), ["config: bits: unknown key, did you mean quantize_bits.target_bits?"]),
         (lambda: MoQConfig.load({"quantize_bits": 4}), ["MoQ config: quantize_bits: 4 is not an object of keys"]),
         (lambda: MoQConfig.load("lm_w4"), ["cannot read the MoQ config lm_w4", "did you mean lm-w4?"]),
-        (lambda: MoQConfig.load("int4"), ["did you mean w4?"]),
-        (lambda: MoQConfig.load(4), ["got int: write bits=4"]),  # type: ignore[arg-type]
+        *((lambda name=name: MoQConfig.load(name), ["did you mean w4?"]) for name in ("int4", "4", "w4.json", "4-bit")),
+        (lambda: MoQConfig.load("w5"), ["did you mean bits=5?"]),
+        (lambda: MoQConfig.load("w8a8"), ['did you mean "w8", activations=8?']),
+        (moq(offset="10%"), ['offset: "10%" is not legal', "(write 0.1)"]),
+        (moq(bits="int4"), ["(write 4)"]),
+        (lambda: MoQConfig.load(3), ["such as MoQConfig(bits=3); got int"]),  # type: ignore[arg-type]
+        (lambda: MoQConfig(3), ["such as MoQConfig(bits=3); got int"]),  # type: ignore[call-arg]
         (lambda: MoQConfig("w4", bits=8), ['MoQConfig.load("w4", ...)']),  # type: ignore[call-arg]
         (moq(ignore=["x"]), ["ignore: unknown key, did you mean modules_to_not_convert?"]),
-        (moq(sym=True), ["sym: unknown key, did you mean q_type?"]),
+        (moq(sym=True), ['sym: unknown key; write q_type="asymmetric", or "symmetric"']),
         (moq(float_first=True), ["float_first is an argument of MoQTrainer: a callback cannot change the loss"]),
         (moq(bits="4"), ['bits: "4" is not legal', "(write 4)"]),
         (moq(serve="vllm"), ['(write ["vllm"])']),
         (moq(modules_to_not_convert="pooler"), ['modules_to_not_convert: "pooler"', '(write ["pooler"])']),
         (moq(modules_to_not_convert=[]), ["modules_to_not_convert: [] names nothing; ", " unless heads is true"]),
-        (moq(quantize_bits={"target_bits": 4}), ["bits: given twice"]),
+        (
+            moq(quantize_bits={"target_bits": 4}),
+            ["MoQConfig: bits and quantize_bits.target_bits mean the same, give one"],
+        ),
         (moq(activations=9), ["activation_quantization.bits: 9 is not legal", "from 2 to 8"]),
         (moq(seed=True, kernel="triton"), ["2 things are wrong", "seed: true", 'kernel: "triton"']),
         (
@@ -467,3 +501,31 @@ def test_the_constructors_check_too(make: Any, fragments: list[str]) -> None:
 def test_no_such_argument() -> None:
     with pytest.raises(MoQConfigError, match="MoQConfig: weather: unknown key; legal here are enabled, "):
         MoQConfig(bits=8, weather="red")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("num_bits nbits w_bit wbits weight_dtype BITS", "did you mean bits?"),
+        ("group groupsize q_group_size group-size groupSize", "did you mean group_size?"),
+        ("ignore skip_modules llm_int8_skip_modules exclude_modules", "did you mean modules_to_not_convert?"),
+        ("sym symmetric zero_point", 'write q_type="asymmetric", or "symmetric"'),
+        ("method desc_act damp_percent dataset", "to round by GPTQ write gptq=128"),
+        ("load_in_4bit", "write bits=4"),
+        ("load_in_8bit", "write bits=8"),
+        ("bnb_4bit_compute_dtype torch_dtype dtype", "the model says it: from_pretrained"),
+        ("bnb_4bit_quant_type quant_type", "did you mean format?"),
+        ("targets modules_to_convert", "every linear layer but the heads is quantized; modules_to_not_"),
+        ("kv_cache_scheme kv_cache", "the server decides it"),
+        ("lr", "it is learning_rate of TrainingArguments"),
+        ("learning_rate max_steps bf16", "it is an argument of TrainingArguments"),
+        ("warmup_steps", "the learning rate's warmup is an argument of TrainingArguments, and offset is"),
+        ("tokenizer", "it is processing_class of the Trainer"),
+        # A wrong hint is worse than none.
+        ("bnb_4bit_use_double_quant bnb_4bit_quant_storage llm_int8_threshold load_in_2bit size", "legal here are"),
+    ],
+)
+def test_a_word_of_another_library_leads_to_what_it_means_here(words: str, hint: str) -> None:
+    for word in words.split():
+        with pytest.raises(MoQConfigError, match=f"MoQConfig: {word}: unknown key[,;] {re.escape(hint)}"):
+            moq(**{word: 4})()

@@ -243,7 +243,7 @@ def test_off_means_off(tmp_path: Path) -> None:
         ),
         (lambda d: moq(d, str(d / "none.json")), "none.json"),
         (lambda d: moq(d, learning_rate=1e30, max_grad_norm=0.0).train(), r"NaN or Inf in bert\.encoder"),
-        (lambda d: MoQCallback(5), "a path, a mapping, a MoQConfig, or keywords .* got int"),
+        (lambda d: MoQCallback(5), r"a path, a mapping or a MoQConfig, such as MoQConfig\(bits=5\); got int"),
     ],
 )
 def test_wrong_use_is_told(act: Any, text: str, tmp_path: Path) -> None:

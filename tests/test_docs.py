@@ -51,7 +51,8 @@ PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 INSPECT = "moq-hf inspect runs/mrpc/quantized"
 EXPORT = "moq-hf export runs/mrpc/quantized --to onnx runs/mrpc-onnx --task_name mrpc --validation_file data/mrpc.jsonl"
 HUB = "moq-hf export runs/mrpc/quantized --to onnx runs/mrpc-hub --names hub"
-BENCH = "moq-hf bench runs/mrpc/quantized --task_name mrpc --validation_file data/mrpc.jsonl --max_loss 0.01"
+VERIFY = "moq-hf verify runs/mrpc/quantized"
+FILES = "python benchmarks/deployed_files.py runs/mrpc/quantized --task_name mrpc --validation_file data/mrpc.jsonl"
 PACK = "moq-hf pack runs/mrpc/checkpoint-345 runs/mrpc-packed"
 MIGRATE = "moq-hf migrate ds.json --max_steps 345 --out moq.json"
 EMBEDDINGS = (
@@ -71,13 +72,14 @@ RUN_BY = {
     "python scripts/config_reference.py": "test_the_schema_and_the_table_of_keys_are_up_to_date",
     "python -m mkdocs serve": "test_the_site",
     "python benchmarks/results_page.py": "test_the_tables_are_those_of_the_committed_results in test_evidence.py",
+    VERIFY: "test_python_blocks",
     INSPECT: "test_python_blocks",
     EXPORT: "test_python_blocks",
     HUB: "test_the_names_that_others_look_for in export/test_onnx.py",
     PACK: "test_pack_command",
     GGUF: "test_one_command_runs_the_converter in export/test_gguf.py",
     MIGRATE: "test_migrate_command",
-    BENCH: "test_every_engine_its_answers_and_the_file_to_deploy in export/test_bench.py",
+    FILES: "test_every_engine_and_its_answers in scripts/test_deployed_files.py",
     "pip install '.[glue]'": "test_the_extras",
     "pip install '.[docs]'": "test_the_extras",
     "pip install '.[embeddings]'": "test_the_extras",
@@ -451,7 +453,7 @@ def test_python_blocks(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPat
                 lines = [line for line in printed.getvalue().splitlines() if not line.startswith(("{", "\r"))]
                 assert lines == block.output.splitlines(), str(block)
         if page.name == "deploy.md":
-            assert cli.main(shlex.split(INSPECT)[1:]) == 0
+            assert [cli.main(shlex.split(command)[1:]) for command in (VERIFY, INSPECT)] == [0, 0]
 
 
 def test_the_api_page_has_every_public_name() -> None:

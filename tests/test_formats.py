@@ -1,12 +1,14 @@
 """The form "gemma" is what transformers computes with; the others are read back where they are delivered."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.integrations import gemma_quant
 
-from moq_hf.formats import gemma
-from moq_hf.formats.stored import EncodeSpec, StoredLayer, StoredWeight
-from moq_hf.grid import Grid, PerChannel
+from moq_hf.formats import gemma, pack_quantized
+from moq_hf.formats.stored import EncodeSpec, SharedScheme, StoredLayer, StoredWeight
+from moq_hf.grid import Grid, PerChannel, PerGroup
 from moq_hf.quantizer import dequantize, quantize
 
 
@@ -34,3 +36,38 @@ def test_gemma_is_what_transformers_computes(bits: int, columns: int) -> None:
     rows = gemma_quant.QuantizedEmbedding(40, columns, torch.float32, num_bits=width)
     rows.load_state_dict(gemma.write(values, table).parts)
     assert rows.weight.equal(dequantize(*values))
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ({"bits": 2}, None),
+        ({"bits": 8}, None),
+        ({"bits": 1}, "2 bits are the fewest"),
+        ({"bits": 9}, "8 bits are the most"),
+        ({"bits": 1, "kind": "conv"}, "2 bits are the fewest"),
+        ({"kind": "conv"}, "convolutions"),
+        ({"kind": "conv1d"}, "Conv1D"),
+        ({"kind": "experts_t"}, "transposed experts"),
+        ({"kind": "experts", "matrices": ("a", "b")}, None),
+        ({"kind": "experts"}, "a matrix for each"),
+        ({"kind": "experts", "matrices": ("a",), "grid": Grid(symmetric=False)}, "symmetric grids alone"),
+        ({"kind": "experts", "matrices": ("a",), "grid": Grid(PerGroup(16), format="nvfp4")}, "in nvfp4"),
+        ({"kind": "experts", "matrices": ("a",), "grid": Grid(PerGroup(32), format="mxfp4")}, "bfloat16 alone"),
+        ({"kind": "embedding", "is_table": True}, "tables"),
+        ({"kind": "embedding", "is_table": True, "shared": SharedScheme(None, True, False)}, "would widen"),
+        ({"kind": "embedding", "is_table": True, "shared": SharedScheme(None, True, True)}, None),
+        ({"grid": Grid(symmetric=False), "shared": SharedScheme(None, False, True)}, None),
+        (
+            {"grid": Grid(symmetric=False), "shared": SharedScheme(None, False, True), "matrix_shape": (2, 64)},
+            "zero points are too few",
+        ),
+        ({"shared": SharedScheme(48, True, True)}, "whole groups"),
+        ({"shared": SharedScheme(None, True, True, "mxfp4")}, "one format"),
+    ],
+)
+def test_what_cannot_be_packed_has_one_reason(spec: Any, why: str | None) -> None:
+    made = EncodeSpec(**{"kind": "linear", "matrix_shape": (64, 64), "bits": 4, "grid": Grid(), **spec})
+    found = pack_quantized.misfit(made)
+    assert pack_quantized.fits(made) is (found is None)
+    assert (found is None) if why is None else (found is not None and why in found)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repo import ROOT
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
@@ -79,3 +80,16 @@ def test_the_command_plans_a_model_that_it_does_not_load(tmp_path: Path, capsys:
     assert "teacher" in capsys.readouterr().out
     assert cli.main(["plan", "configs/moq.json", "--max_steps", "345", "--model", str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err
+
+
+def test_a_config_without_a_class_is_planned_as_its_base_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo = ROOT / "examples" / "demo" / "model"
+    assert cli.main(["plan", "w4", "--max_steps", "345", "--model", str(demo)]) == 0
+    told = capsys.readouterr().out
+    assert "config.json names no architectures: planned as BertModel, without the head of a task\n13 linear" in told
+    # A type without a base model.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "trocr"}))
+    assert cli.main(["plan", "w4", "--max_steps", "345", "--model", str(tmp_path)]) == 2
+    assert "config.json names no architectures: add the model's class" in capsys.readouterr().err

@@ -13,7 +13,17 @@ from experts import mixture
 from tiny_runs import arguments, new_model, rows
 from torch import nn
 
-from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, PrecisionSchedule, cli, plan, quantize_model
+from moq_hf import (
+    MoQCallback,
+    MoQConfig,
+    MoQConfigError,
+    MoQError,
+    MoQTrainer,
+    PrecisionSchedule,
+    cli,
+    plan,
+    quantize_model,
+)
 from moq_hf.grid import PerChannel, PerGroup, RowBlocks
 from moq_hf.migrate import migrate
 from moq_hf.model.convert import quant_layers
@@ -95,6 +105,58 @@ def test_keywords_are_the_keys_of_a_file() -> None:
 )
 def test_activations_are_bits_a_switch_or_the_section(given: Any, enabled: bool) -> None:
     assert MoQConfig(bits=8, activations=given).activations.enabled is enabled
+
+
+def test_a_mapping_and_a_file_have_keywords_too(tmp_path: Path) -> None:
+    written = {"bits": 4, "group_size": 16, "activations": 8, "blend": {"enabled": True}, "seed": 3}
+    config = MoQConfig(**written)  # type: ignore[arg-type]
+    (tmp_path / "moq.json").write_text(json.dumps(written))
+    assert (
+        MoQConfig.from_dict(written)
+        == MoQConfig.from_file(tmp_path / "moq.json")
+        == MoQCallback(written).config
+        == config
+    )
+    # Both languages in one document, each key in one.
+    mixed = {"start_bits": 8, "quantize_bits": {"target_bits": 4}, "quantize_group_size": 16}
+    assert MoQConfig.from_dict(mixed) == MoQConfig(bits=4, start_bits=8, group_size=16)
+    # Keywords beside a document go before what it says, in either language.
+    for document in ({"bits": 4, "q_type": "symmetric"}, {"bits": 4, "quantize_type": "symmetric"}):
+        assert MoQConfig.load(document, bits=3, q_type="asymmetric") == MoQConfig(bits=3, q_type="asymmetric")
+    assert MoQConfig.load({"bits": 4, "group_size": 16}, groups=8).grouping == RowBlocks(8)
+
+
+def test_the_trainer_takes_keywords(tmp_path: Path) -> None:
+    def made(**more: Any) -> MoQTrainer:
+        return MoQTrainer(new_model(), arguments(tmp_path), train_dataset=rows(), **more)
+
+    trainer = made(bits=4, group_size=16, data_collator=None)
+    assert trainer.moq is not None and trainer.moq.config == MoQConfig(bits=4, group_size=16)
+    trainer = made(moq_config="w4", bits=3)
+    assert trainer.moq is not None and trainer.moq.config == MoQConfig.load("w4", bits=3)
+    assert made(bits=2, float_first=True).float_phase is not None
+    assert made().moq is None
+    with pytest.raises(MoQConfigError, match="a MoQConfig and bits beside it"):
+        made(moq_config=MoQConfig(bits=4), bits=3)
+    with pytest.raises(MoQConfigError, match=r"such as MoQConfig\(bits=4\); got int"):
+        made(moq_config=4)
+    # The Trainer's own error would not say what was meant.
+    with pytest.raises(MoQConfigError, match=r"MoQConfig: bit: unknown key, did you mean bits\?"):
+        made(bit=4)
+
+
+def test_a_trainer_below_keeps_its_own_arguments(tmp_path: Path) -> None:
+    class Below(hf.Trainer):
+        def __init__(self, *args: Any, seed: int = 0, **more: Any) -> None:
+            self.own_seed, self.more = seed, more.pop("weather", None)
+            super().__init__(*args, **more)
+
+    class Mine(MoQTrainer, Below):  # type: ignore[misc]
+        pass
+
+    trainer = Mine(new_model(), arguments(tmp_path), train_dataset=rows(), bits=4, seed=7, weather="red")
+    assert trainer.moq is not None and trainer.moq.config == MoQConfig(bits=4)
+    assert (trainer.own_seed, trainer.more) == (7, "red")
 
 
 # ---- defaults
@@ -478,4 +540,4 @@ def test_the_plan_of_a_run_says_what_becomes_of_the_tables(tmp_path: Path, capsy
     trained(tmp_path / "auto", "w8", max_steps=1)
     assert "3 embedding tables to 8 bits" in capsys.readouterr().out
     trained(tmp_path / "vllm", MoQCallback("w8", serve=("vllm",), modules_to_not_convert=["pooler"]), max_steps=1)
-    assert "embedding tables stay in float: vllm takes them as floats" in capsys.readouterr().out
+    assert "of the parameters (vllm takes them as floats)\n" in capsys.readouterr().out

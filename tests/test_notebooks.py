@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 
 FOLDER = ROOT / "examples" / "notebooks"
 # How the lines begin that moq_hf prints, and those that a notebook prints of a result.
-OURS = ("moq_hf", "block ", "every block", "Load it", "Report", "Verified", "accuracy", "4 bits on", "cosine")
+OURS = ("moq_hf", "block ", "every block", "Load it", "Deploy", "Report", "Verified", "accuracy", "4 bits on", "cosine")
 
 # What is cut short here, and to what: the steps of the encoder and of the language model, and the texts.
 SHORTER = {

@@ -160,8 +160,8 @@ def test_dequantize_keeps_the_outputs_or_the_float_weights() -> None:
     assert type(back[0]) is nn.Linear and torch.equal(back[0].weight, weight)
     assert torch.equal(dequantize_model(model)(x), out)
     assert [type(m) for m in model] == [type(m) for m in net()]
-    with pytest.raises(MoQError, match="no quantized layer"):
-        dequantize_model(model)
+    # Of a folder that is unpacked while loading, transformers makes such a model.
+    assert torch.equal(dequantize_model(model)(x), out)
     with pytest.raises(MoQError, match="weights must be one of quantized, float, got 'int8'"):
         dequantize_model(quantize_model(net(), CONFIG), weights="int8")  # type: ignore[arg-type]
 
@@ -225,7 +225,7 @@ def test_what_a_change_of_class_would_break_stays_in_float_and_is_named(first: A
     quantize_model(model, CONFIG)
     assert list(controller.layers) == list(quant_layers(model)) == ["2"]
     assert type(model[0]) is kind and torch.equal(model[0](x), before)
-    assert f"; left in float, {reason}: 0; left in full precision: 4" in controller.summary()
+    assert f"; left in float, {reason}: 0; left in float: 4" in controller.summary()
     after = model(x)
     assert torch.equal(dequantize_model(model)(x), after)
     named = {**CONFIG, "modules_to_not_convert": ["0", "4"]}

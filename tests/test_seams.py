@@ -4,12 +4,11 @@ Those without which other tests of the package fail at once are in `ELSEWHERE`.
 """
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import re
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
+from repo import ROOT
 from safetensors.torch import load_file
 from tiny_runs import stock, trained
 from torch import Tensor, nn
@@ -35,7 +35,8 @@ SEAMS = [Path(seams.__file__), Path(engines.__file__)]
 # Private by their names, documented all the same.
 DOCUMENTED = {"_asdict", "_fields", "_getframe", "_replace"}
 
-# The versions that every seam was checked with; the lower ends of `setup.cfg` are what the code needs.
+# The versions that every seam was checked with, which are those of constraints.txt; the lower ends of `setup.cfg` are
+# what the code needs, and other versions in between may be installed.
 CHECKED = {
     "accelerate": "1.15",
     "compressed_tensors": "0.20",
@@ -83,12 +84,13 @@ IN_PLACE = {
 
 # Files whose tests fail where these seams do not hold any more: run them too for a new version of a library.
 ELSEWHERE = {
-    "packed/test_delivery.py": ["attention_to_load", "COMPILED"],
+    "model/test_float_saves.py": ["saves_checkpoint"],
+    "packed/test_delivery.py": ["attention_to_load", "COMPILED", "without_generation_config"],
     "packed/test_gemma.py": ["stays_float"],
     "packed/test_matrices.py": ["as_constructed", "experts_transposed", "matrices_in_files"],
     "packed/test_packed_training.py": ["callbacks_of", "save_training_args", "training_summary"],
     "packed/test_save.py": ["decompress", "original_format", "takes_apart", "write_packing_config"],
-    "packed/test_tied.py": ["tied_parameters"],
+    "packed/test_tied.py": ["tied_parameters", "ties_in_files", "untie"],
     "packed/test_train_on.py": ["packed_loader", "unpack"],
     "packed/test_versions.py": ["refuse_older"],
     "test_callback.py": ["CALLBACKS_KEY", "ExportableState", "average_loss"],
@@ -143,8 +145,9 @@ def test_every_seam_is_described_and_tested() -> None:
 
 
 def test_checked() -> None:
-    installed = {name: metadata.version(name).split("+")[0] for name in CHECKED}
-    assert {name: ".".join(version.split(".")[:2]) for name, version in installed.items()} == CHECKED
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = dict(line.replace("-", "_").split("==") for line in lines if "==" in line)
+    assert {name: ".".join(pinned[name].split(".")[:2]) for name in CHECKED} == CHECKED
 
 
 def resolved(path: str) -> Any:
@@ -171,6 +174,9 @@ def test_overridden(path: str) -> None:
 
 def test_in_place() -> None:
     for path, breaks in IN_PLACE.items():
+        # Where Triton has no wheels, nothing needs its names.
+        if path.startswith("triton.") and importlib.util.find_spec("triton") is None:
+            continue
         try:
             resolved(path)
         except (AttributeError, ImportError) as error:

@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 
 from ..errors import MoQError
-from ..packed.files import ADAPTER, copy_tokenizer, new_path, staged
+from ..packed.files import ADAPTER, CONFIG, copy_tokenizer, new_path, staged
 from ..packed.load_check import quiet
 from ..packed.verify import verify_quantized
-from ..seams.transformers import original_format
+from ..seams.transformers import original_format, ties_in_files, untie
 from .compare import load_floats
 
 
@@ -46,5 +46,9 @@ def export_floats(
             model.save_pretrained(
                 staging, state_dict=tensors, save_original_format=False
             )
+            # Classes as T5's say in memory that all is tied, whatever the folder says.
+            parameters = dict(model.named_parameters(remove_duplicate=False))
+            if ties_in_files(model, parameters)[1]:
+                untie(staging / CONFIG)
             copy_tokenizer(folder, staging)
     return Path(out)

@@ -13,33 +13,57 @@ _WORD = 32
 
 
 def fits(spec: EncodeSpec) -> bool:
-    """Whether a layer can be packed: an `nn.Linear` or experts of 2 to 8 bits; a table where all have one scheme.
+    """Whether a layer can be packed."""
+    return misfit(spec) is None
 
-    Tables by themselves cannot: transformers initializes and ties them by the name
-    `weight`. Nor can experts in NVFP4, of which transformers 5.23 does not load the
-    scale of a whole matrix, nor those in MXFP4 that it would unpack to another dtype
-    than bfloat16.
+
+def misfit(spec: EncodeSpec) -> str | None:
+    """Why a layer cannot be packed, in words; None if it can.
+
+    >>> from ..grid import Grid
+    >>> misfit(EncodeSpec("linear", (8, 8), 1, Grid())), misfit(EncodeSpec("linear", (8, 8), 2, Grid()))
+    ('2 bits are the fewest that are packed', None)
     """
-    if not 2 <= spec.bits <= MAX_PACKED_BITS or spec.multiplies_bytes:
-        return False
     rows, columns = spec.matrix_shape
-    if spec.row_size is not None and columns % spec.row_size:
-        return False
-    if spec.shared is not None and spec.shared.format != spec.format:
-        return False
-    if is_experts(spec.kind):
-        is_mxfp4 = spec.format == "mxfp4" and spec.dtype == torch.bfloat16
-        is_loaded = is_mxfp4 or (spec.format == "int" and spec.grid.symmetric)
-        return spec.matrices is not None and is_loaded
-    if spec.kind not in ("linear", "embedding"):
-        return False
-    if spec.shared is None:
-        return not spec.is_table
-    if spec.is_table and not spec.shared.takes_tables:
-        return False
-    # compressed-tensors 0.20 cannot read zero points back that are packed into one
-    # word.
-    return spec.shared.symmetric or rows * spec.bits > _WORD
+    shared = spec.shared
+    in_matrices = is_experts(spec.kind)
+    is_bfloat16 = spec.dtype == torch.bfloat16
+    faults = {
+        "2 bits are the fewest that are packed": spec.bits < 2,
+        f"{MAX_PACKED_BITS} bits are the most that are packed": spec.bits
+        > MAX_PACKED_BITS,
+        "convolutions are integers in the ONNX export alone": spec.kind == "conv",
+        "Conv1D layers, as GPT-2 has them, are not packed": spec.kind == "conv1d",
+        "transposed experts are not packed": spec.kind == "experts_t",
+        "experts are packed where all have one format, and the files a matrix for each": in_matrices
+        and spec.matrices is None,
+        # transformers 5.23 does not load the scale of a whole matrix, and would unpack
+        # MXFP4 to another dtype.
+        "experts are not packed in nvfp4": in_matrices and spec.format == "nvfp4",
+        "experts in mxfp4 are packed in bfloat16 alone": in_matrices
+        and spec.format == "mxfp4"
+        and not is_bfloat16,
+        "experts are packed with symmetric grids alone": in_matrices
+        and not spec.grid.symmetric,
+        "their rows are no whole groups": bool(
+            spec.row_size is not None and columns % spec.row_size
+        ),
+        "they are multiplied in bytes": spec.multiplies_bytes,
+        # transformers initializes and ties tables by the name `weight`.
+        "tables are packed where all layers have one scheme": spec.is_table
+        and shared is None,
+        "their codes would widen those of all other layers": spec.is_table
+        and shared is not None
+        and not shared.takes_tables,
+        "layers that are unpacked while loading have one format": shared is not None
+        and shared.format != spec.format,
+        # compressed-tensors 0.20 cannot read zero points back that are packed into one
+        # word.
+        "their zero points are too few to be packed": shared is not None
+        and not shared.symmetric
+        and rows * spec.bits <= _WORD,
+    }
+    return next((why for why, holds in faults.items() if holds), None)
 
 
 def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:

@@ -1,8 +1,10 @@
 """Which forms of delivery there are, and which may stand in one folder."""
 
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Literal
 
+from ..errors import shortened
 from . import floats, gemma, int_quantized, mxfp4, pack_quantized
 from .stored import EncodeSpec, Form
 
@@ -48,10 +50,35 @@ NEEDS: dict[Layout, dict[str, str]] = {
 # The same of folders whose codes are floats: no others were tried.
 FP4_NEEDS = {"transformers": "5.23.0", "compressed-tensors": "0.20.0"}
 
+# Why no layout with codes fits a model.
+TAKEN_APART = "transformers takes the weights of this class apart while loading"
+
 
 def form_of(spec: EncodeSpec, layout: Layout) -> Form:
     """The first form of a layout that fits a layer; floats fit every layer."""
     return next(name for name in LAYOUTS[layout] if FORMS[name].fits(spec))
+
+
+def at_full_size(reasons: Mapping[str, Sequence[str]], count: int) -> str:
+    """Say which layers are saved as floats, and why.
+
+    Args:
+        reasons: Why, and the layers of which that is true.
+        count: How many quantized layers there are.
+
+    >>> at_full_size({"2 bits are the fewest that are packed": ["layer.0", "layer.1"]}, 2)
+    'every quantized layer is saved as floats on the grid, at full size: 2 bits are the fewest that are packed'
+    >>> at_full_size({"transposed experts are not packed": ["experts.down"]}, 2)
+    'these layers are saved as floats on the grid, at full size: transposed experts are not packed (experts.down)'
+    """
+    is_all = sum(map(len, reasons.values())) == count
+    who = "every quantized layer is" if is_all else "these layers are"
+    told = (
+        list(reasons)
+        if is_all
+        else [f"{why} ({shortened(names)})" for why, names in reasons.items()]
+    )
+    return f"{who} saved as floats on the grid, at full size: {'; '.join(told)}"
 
 
 def has_codes(form: Form) -> bool:

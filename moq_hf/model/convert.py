@@ -1,11 +1,13 @@
 """Make the layers of a model quantized ones, and plain ones again."""
 
+import logging
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..config import MoQConfig
 from ..errors import MoQError, check_choice
@@ -13,7 +15,13 @@ from ..grid import FP4
 from ..inputs import inputs_out_of_reach, new_inputs
 from ..layer_state import LayerState, makes_state
 from ..lora import merge_adapters
-from ..names import adapted_layers, named_modules, pretrained, unwrapped
+from ..names import (
+    adapted_layers,
+    named_modules,
+    pretrained,
+    unwrapped,
+    without_peft,
+)
 from ..processes import (
     device_of,
     is_apart,
@@ -25,65 +33,12 @@ from ..quant_experts import make_quantized, quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer, quant_class
 from ..quantizer import RoundingSeed
 from ..schedule import FLOAT_BITS
-from ..seams.transformers import unpack
+from ..seams.transformers import has_adapter, saves_checkpoint, unpack
 from ..text import dtype_name
 from ..weight_matrix import parameter_of
 from .inventory import Inventory, grid_of, is_packed
-from .selection import take_inventory
 
-
-def quantize_model(
-    model: nn.Module, config: MoQConfig | Mapping[str, Any] | str
-) -> nn.Module:
-    """Make the linear layers of `model`, and what else the config names, quantized ones, at their target bits.
-
-    Changes the model in place. `start_bits` is for a Trainer, which lowers the bits as
-    it trains. Layers that the config leaves out are plain float layers afterwards, also
-    if an earlier call quantized them. With `enabled: false` that is all of them.
-
-    In a loop without a callback each call of `model.train()` counts as an optimizer
-    step, as before each step of a Trainer: stochastic rounding draws anew, ranges of
-    inputs take over what they saw, and every `scale_refresh` steps the clipping ratios
-    are searched again. `load_state_dict` searches them too, and so does calling this
-    once more.
-
-    Args:
-        model: Any module.
-        config: A preset's name, a `MoQConfig`, a mapping or the path of a JSON file.
-
-    Returns:
-        The model.
-
-    Raises:
-        MoQError: Nothing to quantize, a budget (which only training can choose bits
-            for), a name in `modules_to_not_convert` that matches nothing, groups that
-            do not divide a layer's weight, weights that FSDP1 or tensor parallelism
-            took apart, or NaN or Inf in a weight. The model is a float one then.
-        MoQConfigError: The config is wrong.
-
-    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    >>> config = {"quantize_bits": {"target_bits": 2}, "modules_to_not_convert": ["1"]}
-    >>> layer = quantize_model(model, config)[0]
-    >>> len(layer.quantized_weight()[0].unique()) <= 4
-    True
-    """
-    config = MoQConfig.load(config)
-    if config.budget is not None:
-        raise MoQError(
-            "quantize_bits.target_bits: bits under a budget are chosen while a Trainer trains; give a number"
-        )
-    inventory = take_inventory(model, config)
-    layers, embeddings = prepare_model(inventory, config)
-    for name, layer in layers.items():
-        layer.set_bits(config.of(name).targets[0])
-    for table in embeddings.values():
-        table.moq.bits = inventory.table_bits or FLOAT_BITS
-    try:
-        check_finite({**layers, **embeddings})
-    except MoQError:
-        dequantize_model(model, weights="float")
-        raise
-    return model
+logger = logging.getLogger(__name__)
 
 
 @makes_state
@@ -92,8 +47,9 @@ def dequantize_model(
 ) -> nn.Module:
     """Make every quantized layer of `model` a plain one again, in place.
 
-    Does it too for a model that `from_pretrained` loaded from a packed checkpoint, so
-    that it can be trained on, or PEFT can put adapters on it.
+    Does it too for a model that `from_pretrained` loaded from a delivered folder, so
+    that it can be trained on, or PEFT can put adapters on it. One whose weights are floats, as those of the layouts
+    "unpacked" and "floats", stays as it is.
 
     Args:
         model: Any module.
@@ -105,12 +61,13 @@ def dequantize_model(
         The model.
 
     Raises:
-        MoQError: `weights` is neither, the model has no quantized layer, or what would be
-            written holds NaN or Inf.
+        MoQError: `weights` is neither, the model has the layout "gemma", or what would
+            be written holds NaN or Inf.
 
+    >>> from moq_hf import quantize_model
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     >>> before = model[0].weight.detach().clone()
-    >>> model = quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    >>> model = quantize_model(model, bits=4)
     >>> torch.equal(dequantize_model(model, weights="float")[0].weight, before)
     True
     """
@@ -121,10 +78,6 @@ def dequantize_model(
         unpack(pretrained(model), trains=not adapted_layers(model))
         return given
     layers = quantized_layers(model)
-    if not layers:
-        raise MoQError(
-            "the model has no quantized layer: its weights are floats, which can be trained on as they are"
-        )
     if weights == "quantized":
         check_finite(layers, gather=True)
     written: set[int] = set()
@@ -137,6 +90,7 @@ def dequantize_model(
                 weight.copy_(sharded_as(weight, layer.quantized_copy(weight.dtype)))
         layer.release()
     merge_adapters(model, False, adopts=weights == "quantized")
+    _tell_of_saves(model, False)
     return given
 
 
@@ -203,6 +157,7 @@ def prepare_model(
     quantized: Any = quantized_layers(inventory.model)
     for layer in quantized.values():
         layer.invalidate()
+    _tell_of_saves(inventory.model, bool(quantized))
     layers = {name: quantized[name] for name in inventory.scheduled}
     return layers, {name: quantized[name] for name in inventory.embeddings}
 
@@ -213,6 +168,48 @@ def _quantized_layer(module: nn.Module, state: LayerState) -> QuantLayer:
     layer.moq = state
     module.__class__ = quant_class(type(module))
     return layer
+
+
+class _FloatSaves:
+    """The `save_pretrained` of a model with quantized layers: says that what it writes are float weights.
+
+    It lies on the instance, so that the model keeps its class, and is no function, so
+    that copies and pickles of the model have one of their own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.model
+        result = type(model).save_pretrained(model, *args, **kwargs)
+        is_main_process = kwargs.get("is_main_process", True)
+        if is_main_process and is_quantized(model) and not saves_checkpoint():
+            is_adapted = without_peft(model) is not model or has_adapter(model)
+            logger.warning(
+                "moq_hf: save_pretrained wrote %s answer otherwise than the quantized model in memory; "
+                "save_quantized(model, folder) writes that one, as a run with MoQ does at its end",
+                "the adapters alone, which on float weights"
+                if is_adapted
+                else "the float weights, which",
+            )
+        return result
+
+
+def _tell_of_saves(model: nn.Module, tells: bool) -> None:
+    """Have each part of a model that `from_pretrained` can load say that it saves floats, or no longer."""
+    for module in model.modules():
+        attributes = vars(module)
+        if isinstance(attributes.get("save_pretrained"), _FloatSaves):
+            del attributes["save_pretrained"]
+        is_adapted = without_peft(module) is not module
+        if tells and (isinstance(module, PreTrainedModel) or is_adapted):
+            attributes.setdefault("save_pretrained", _FloatSaves(module))
+
+
+def tells_of_saves(model: nn.Module) -> bool:
+    """Whether a model itself says that it saves float weights; a Trainer saves one of another class by itself."""
+    return "save_pretrained" in vars(pretrained(model))
 
 
 def check_finite(layers: Mapping[str, QuantLayer], *, gather: bool = False) -> None:

@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,20 +14,23 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
+from ..config import MoQConfig
 from ..errors import MoQError, explained
-from ..formats import mxfp4
+from ..formats import mxfp4, pack_quantized
 from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
-from ..formats.table import FORMS, form_of
+from ..formats.table import FORMS, TAKEN_APART, at_full_size, form_of
 from ..names import plain_name, pretrained, without_fsdp, without_peft
 from ..processes import shape_of
+from ..quant_experts import experts_parameters
 from ..quant_linear import QuantEmbedding, QuantLayer
 from ..quantizer import Quantized
 from ..schedule import FLOAT_BITS
 from ..seams.sentence_transformers import body_of
-from ..seams.transformers import initialize_again, original_format
+from ..seams.transformers import initialize_again, original_format, takes_apart
 from ..weight_matrix import is_experts
-from .inventory import Inventory
+from .inventory import Inventory, is_convolution
 
+TABLE = "embedding table"
 # Length of safetensors' names of dtypes that are not three letters long.
 _LETTERS = {torch.bfloat16: 4, torch.bool: 4, torch.int8: 2, torch.uint8: 2}
 
@@ -46,11 +50,17 @@ class _Weight(NamedTuple):
         now = self.layer.moq.bits
         return self.numbers * (self.full if now == FLOAT_BITS else now)
 
+    def misfit(self, bits: int) -> str | None:
+        """Why it is saved as floats at a number of bits; None if it is not."""
+        spec = replace(EncodeSpec.of(self.layer, self.is_table), bits=bits)
+        if _form(spec).FORMAT is not None:
+            return None
+        return pack_quantized.misfit(spec)
+
     def saved(self, width: int | None) -> int:
         """Its bits in the files, with its scales: `width` for all packed codes; None takes its own, 8 in a table."""
         spec = EncodeSpec.of(self.layer, self.is_table)
-        # Experts of GPT-OSS have a layout of their own.
-        form = mxfp4 if mxfp4.fits(spec) else FORMS[form_of(spec, "packed")]
+        form = _form(spec)
         if form.FORMAT is None:
             return self.numbers * self.full
         own: int = getattr(form, "WIDTH", spec.bits)
@@ -59,6 +69,25 @@ class _Weight(NamedTuple):
         if not spec.grid.symmetric:
             of_scale += 8  # A zero point.
         return self.numbers * bits + self.scales * of_scale
+
+
+def _kinds(inventory: Inventory) -> dict[int, str]:
+    """What the weights are that are not of linear layers, by their identities."""
+    found: dict[int, str] = {}
+    for module in inventory.modules.values():
+        weight = id(module._parameters.get("weight"))
+        if isinstance(module, nn.Embedding):
+            found[weight] = TABLE
+        elif is_convolution(module):
+            found[weight] = "convolution"
+        for name in experts_parameters(module):
+            found[id(module._parameters[name])] = "expert parameter"
+    return found
+
+
+def _form(spec: EncodeSpec) -> ModuleType:
+    # Experts of GPT-OSS have a layout of their own.
+    return mxfp4 if mxfp4.fits(spec) else FORMS[form_of(spec, "packed")]
 
 
 class ModelSizes:
@@ -74,22 +103,21 @@ class ModelSizes:
     Attributes:
         total: Parameters of the model.
         quantized: Those that are weights of `layers`, at whatever bits they are now.
+        left: The counts of each embedding table, convolution and parameter of experts
+            that is not quantized, by what it is.
 
     Raises:
         MoQError: A parameter has no shape yet.
     """
 
     def __init__(self, inventory: Inventory, layers: Mapping[str, QuantLayer]) -> None:
-        tables = {
-            id(m._parameters.get("weight"))
-            for m in inventory.modules.values()
-            if isinstance(m, nn.Embedding)
-        }
+        kinds = _kinds(inventory)
         owners: dict[int, QuantLayer] = {}
         for layer in layers.values():
             owners.setdefault(id(layer.weight), layer)
         self._inventory = inventory
         self._weights: list[_Weight] = []
+        self.left: dict[str, list[int]] = {}
         others = self._others_bits = 0
         seen = set[int]()
         for name, parameter in inventory.parameters():
@@ -106,13 +134,15 @@ class ModelSizes:
             if id(parameter) in owners:
                 layer = owners[id(parameter)]
                 groups = layer.moq.grid.shape(*layer.matrix_shape)
-                is_table = id(parameter) in tables
+                is_table = kinds.get(id(parameter)) == TABLE
                 self._weights.append(
                     _Weight(layer, count, groups[0] * groups[1], full, is_table)
                 )
             else:
                 others += count
                 self._others_bits += count * full
+                if id(parameter) in kinds:
+                    self.left.setdefault(kinds[id(parameter)], []).append(count)
         self.quantized = sum(weight.numbers for weight in self._weights)
         self.total = self.quantized + others
 
@@ -163,18 +193,47 @@ class ModelSizes:
         size = min(own, self._saved(_widest(self._weights)))
         return (self._others_bits + size) / 8e6
 
-    @functools.cached_property
-    def is_unpacked(self) -> bool:
-        """Whether transformers unpacks the model while loading, for which all codes in the file have one width."""
-        model = without_peft(self._inventory.model)
-        path = self._inventory.name_of(model)
-        packed = [
+    def at_full_size(self, config: MoQConfig) -> str | None:
+        """Which layers will be saved as floats at their targets, and why; None if none will."""
+        reasons: dict[str, list[str]] = {}
+        model = pretrained(self._inventory.model)
+        is_taken_apart = isinstance(model, PreTrainedModel) and all(
+            takes_apart(model, packed) for packed in ((), self._packed)
+        )
+        for weight in self._weights:
+            name = weight.layer.moq.name
+            own = config.of(name)
+            # A budget may give any of its choices.
+            is_fixed = own.budget is None and not isinstance(
+                weight.layer, QuantEmbedding
+            )
+            why = weight.misfit(own.targets[0] if is_fixed else MAX_PACKED_BITS)
+            if why is None and is_taken_apart:
+                why = TAKEN_APART
+            if why is not None:
+                reasons.setdefault(why, []).append(name)
+        if not reasons:
+            return None
+        text = at_full_size(reasons, len(self._weights))
+        is_large = sum(map(len, reasons.values())) == len(self._weights)
+        return text + "; the file will be as large as in float" * is_large
+
+    @property
+    def _packed(self) -> list[str]:
+        """The linear layers by their names in the model without PEFT."""
+        path = self._inventory.name_of(without_peft(self._inventory.model))
+        return [
             (plain_name(name, ()) or "").removeprefix(f"{path}.")
             for name, module in self._inventory.layers.items()
             if isinstance(module, nn.Linear)
         ]
+
+    @functools.cached_property
+    def is_unpacked(self) -> bool:
+        """Whether transformers unpacks the model while loading, for which all codes in the file have one width."""
+        model = without_peft(self._inventory.model)
         with contextlib.suppress(MoQError), torch.random.fork_rng(devices=[]):
-            return is_unpacked_while_loading(model, packed)
+            return is_unpacked_while_loading(model, self._packed)
         return False
 
     @property

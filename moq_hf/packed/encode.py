@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import quantizer
 from ..errors import MoQError, shortened
-from ..formats import gemma, int_quantized, mxfp4
+from ..formats import gemma, int_quantized, mxfp4, pack_quantized
 from ..formats.stored import (
     MAX_PACKED_BITS,
     EncodedWeight,
@@ -28,7 +28,15 @@ from ..formats.stored import (
     SharedScheme,
     StoredLayer,
 )
-from ..formats.table import FORMS, FP4_NEEDS, NEEDS, Layout, form_of, has_codes
+from ..formats.table import (
+    FORMS,
+    FP4_NEEDS,
+    NEEDS,
+    TAKEN_APART,
+    Layout,
+    form_of,
+    has_codes,
+)
 from ..grid import Format
 from ..model.convert import beyond
 from ..model.inventory import FUSED, LINEARS, Inventory
@@ -40,6 +48,7 @@ from ..seams.transformers import (
     matrices_in_files,
     original_format,
     stays_float,
+    takes_apart,
 )
 from ..text import dtype_name
 from ..weight_matrix import from_rows, is_experts, parameter_of, to_rows
@@ -51,6 +60,13 @@ _EXPERTS = "experts"
 _WITH_INPUTS = ("packed", "gemma")
 # Whatever stands before, and between two parts of a name.
 _ANY = r"(?:.*\.)?"
+# Why a layout has no codes for a layer that could be packed.
+_STAYS: dict[Layout, str] = {
+    "gemma": "the layout gemma has no codes for convolutions, experts, tied tables and what transformers keeps in "
+    "float32",
+    "mxfp4": "the layout mxfp4 has codes for experts alone",
+    "floats": "the layout floats has no codes",
+}
 # What the files call the matrix of an expert.
 _MATRIX = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
 
@@ -94,7 +110,7 @@ class Encoder:
         self._members: dict[str, list[str]] = {}
         self.stored: dict[str, StoredLayer] = {}
         self.names: dict[str, str] | None = None
-        model = inventory.model
+        model = self._model = inventory.model
         modules = without_peft_names(inventory.modules, inventory.adapters)
         self._linears = [
             n for n, module in modules.items() if isinstance(module, LINEARS)
@@ -274,6 +290,16 @@ class Encoder:
             else form_of(self._specs[name], self.layout)
         )
 
+    def why_in_float(self, name: str) -> str:
+        """Why the files have no codes for a layer, in words."""
+        if self.forms[name] == "float":
+            return "training ended before they were at their bits"
+        spec = self._specs[name]
+        fault = None if spec.in_float else pack_quantized.misfit(spec)
+        if fault is None and self.layout == "floats" and takes_apart(self._model, ()):
+            return TAKEN_APART
+        return fault or _STAYS[self.layout]
+
     def store(self, name: str, saved: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The tensors that the files hold of a layer's weight, by name.
 
@@ -388,15 +414,16 @@ class Encoder:
         where some weights are packed: loading merges only packed pieces then.
         """
         unchanged = {id(tensor) for tensor in original_format(model, tensors).values()}
+        layers = set(self.stored).union(*self.tied.values())
         kept = {
             name: tensor
             for name, tensor in tensors.items()
-            if id(tensor) not in unchanged and (self.groups or name in self.stored)
+            if id(tensor) not in unchanged
+            and (self.groups or not layers.isdisjoint((name, name.rpartition(".")[0])))
         }
         others = {name: t for name, t in tensors.items() if name not in kept}
         renamed = original_format(model, others) | kept
         names_in_files = {id(tensor): name for name, tensor in renamed.items()}
-        layers = set(self.stored).union(*self.tied.values())
         self.names = {}
         for name, tensor in tensors.items():
             layer = name

@@ -5,7 +5,8 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -145,6 +146,35 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copytree(path, target / path.name)
         else:
             shutil.copyfile(path, target / path.name)
+
+
+def save_beside(folder: Path, save: Callable[[Path], Any]) -> str | None:
+    """Have files written that a model does not need, all or none of them.
+
+    Args:
+        folder: The model's.
+        save: Writes them into a folder that it is given.
+
+    Returns:
+        Why there are none; None if they are there.
+    """
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder) as place:
+        try:
+            save(Path(place))
+        # A tokenizer's own code may raise anything.
+        except Exception as error:
+            return one_line(error, named=True)
+        move_files(Path(place), folder)
+    return None
+
+
+def move_files(source: Path, target: Path, last: Collection[str] = ()) -> None:
+    """Move the files below a folder to the same places below another one, those of some names last."""
+    for path in sorted(source.rglob("*"), key=lambda path: path.name in last):
+        if path.is_file():
+            place = target / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(place)
 
 
 def new_path(out: str | os.PathLike[str]) -> Path:

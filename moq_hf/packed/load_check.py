@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from ..errors import one_line
+from ..errors import MoQError, one_line
 from ..lora import is_merged
 from ..model.convert import quantized_layers
 from ..model.inventory import is_packed
@@ -24,8 +24,9 @@ from ..processes import is_apart
 from ..quant_linear import QuantLayer
 from ..seams.sentence_transformers import body_of
 from ..seams.transformers import attention_to_load
-from ..text import dtype_name
+from ..text import counted, dtype_name
 from ..training.measuring import ONE_AT_A_TIME, evaluating
+from ..training.samples import check_batch
 from ..weight_matrix import parameter_of
 from .files import active_adapter
 
@@ -86,16 +87,16 @@ class Proof:
         if not self.agrees:
             return f"The saved model is NOT what was evaluated: {self.reason}"
         outputs = "identical outputs"
-        counted = [f"{self.examples} examples"]
+        compared = [counted(self.examples, "example")]
         if self.tokens:
-            counted.append(f"{self.tokens} generated tokens")
+            compared.append(counted(self.tokens, "generated token"))
         if self.inputs is not None:
-            counted.append(f"{self.inputs} activations")
+            compared.append(f"{self.inputs} activations")
         if self.largest_difference:
             outputs = "the same outputs but for rounding"
-            counted.append(f"largest difference {self.largest_difference:.3g}")
+            compared.append(f"largest difference {self.largest_difference:.3g}")
         if self.autocast is not None:
-            counted.append(f"autocast to {self.autocast}")
+            compared.append(f"autocast to {self.autocast}")
         cast = ""
         if self.cast == "parameters":
             cast = f", parameters cast to {self.dtype}"
@@ -103,7 +104,7 @@ class Proof:
             cast = f" and cast to {self.dtype}"
         return (
             f"Verified: loaded with plain transformers{cast}, the saved model gives {outputs} "
-            f"({', '.join(counted)})"
+            f"({', '.join(compared)})"
         )
 
 
@@ -147,8 +148,9 @@ class ReferenceOutputs:
         # With the inputs of layers rounded, where training does so, and without: not
         # every folder can say how they are.
         self._outputs: dict[bool, _Outputs] = {}
-        # Why there are no outputs.
+        # Why there are no outputs, and what of the batch the model did not take.
         self.reason: str | None = None
+        self.error: str | None = None
         rounding = {
             m: m.moq.inputs
             for m in self.model.modules()
@@ -166,7 +168,9 @@ class ReferenceOutputs:
             if tensors and all(tensor.isnan().all() for tensor in tensors):
                 self.reason = "all outputs of the model in memory are NaN"
         except Exception as error:
-            self.reason = f"the model in memory cannot evaluate a training batch ({one_line(error, named=True)[:300]})"
+            text = one_line(error, named=True)[:300]
+            self.error = None if isinstance(error, _NO_MEMORY) else text
+            self.reason = f"the model in memory cannot evaluate a batch ({text})"
         finally:
             for layer, rounded in rounding.items():
                 layer.moq.inputs = rounded
@@ -401,6 +405,22 @@ def _from_pretrained(model: nn.Module, folder: Path, **settings: Any) -> nn.Modu
     if body_of(model) is None:
         return cast(nn.Module, cls.from_pretrained(folder, **settings))
     return cast(nn.Module, cls(str(folder), model_kwargs=settings, device="cpu"))
+
+
+def reference_to(model: nn.Module, inputs: Mapping[str, Any]) -> ReferenceOutputs:
+    """The answers of a model to a batch that a user gave.
+
+    Raises:
+        MoQError: It is no batch, or the model cannot answer it.
+    """
+    check_batch(inputs)
+    reference = ReferenceOutputs(model, inputs)
+    if reference.error is not None:
+        raise MoQError(
+            f"inputs: the model cannot answer them ({reference.error}); give a batch as its forward pass takes it, "
+            'with tensors, as in tokenizer(text, return_tensors="pt")'
+        )
+    return reference
 
 
 def kept_batch(

@@ -1,11 +1,10 @@
 """`moq-hf pack`: the packed model of a run's checkpoint, made by one process that never holds the whole model."""
 
 import contextlib
-import functools
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,21 +94,30 @@ def pack_checkpoint(
             f"{folder / CONFIG} is missing: copy the model's, and its tokenizer, into the checkpoint"
         )
     shell = empty_model(read_config(folder), folder)
+    _untie(shell, weights)
     names = _names_in(shell, weights, folder)
     controller = _controller(shell, state)
-    tokenizer = SimpleNamespace(
-        save_pretrained=functools.partial(copy_tokenizer, folder)
-    )
     log = TrainerState.load_from_json(str(folder / STATE_FILE))
     with tqdm(desc="pack", total=len(names), leave=False, disable=None) as bar:
         options = SaveOptions(
-            processing_class=tokenizer,
+            processing_class=TokenizerFiles(folder),
             controller=controller,
             metrics=last_metrics(log.log_history),
             float_metrics=_float_metrics(folder),
             state_dict=weights.renamed(names, bar.update),
         )
         return f"{target}: {deliver(shell, target, options, None, layout).summary}"
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """That of a checkpoint, whose files are copied."""
+
+    folder: Path
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Copy its files."""
+        copy_tokenizer(self.folder, folder)
 
 
 def read_config(model: Path | str) -> PreTrainedConfig:
@@ -196,6 +204,17 @@ def empty_model(config: PreTrainedConfig, described: Path | str) -> PreTrainedMo
                 described
             )
     return shell
+
+
+def _untie(shell: PreTrainedModel, weights: Weights) -> None:
+    """Give a parameter of its own to what the config ties, and the checkpoint has with other values."""
+    for name, other in tied_parameters(shell).items():
+        if not {name, other} <= weights.specs.keys():
+            continue
+        if not torch.equal(weights[name], weights[other]):
+            module, _, attribute = name.rpartition(".")
+            own = nn.Parameter(torch.empty_like(shell.get_parameter(other)))
+            setattr(shell.get_submodule(module), attribute, own)
 
 
 def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[str, str]:

@@ -1,9 +1,10 @@
 """`save_quantized`, and at the end of training a result whatever the model is: one model on its way into a folder."""
 
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,20 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..errors import (
-    MOST_FAULTS,
     MoQError,
     check_choice,
     one_line,
     read_json,
-    shortened,
     write_json,
 )
 from ..formats import mxfp4
-from ..formats.stored import MAX_PACKED_BITS, EncodeSpec
-from ..formats.table import LAYOUTS, Layout, has_codes
+from ..formats.stored import EncodeSpec
+from ..formats.table import LAYOUTS, Layout, at_full_size, has_codes
 from ..lora import is_merged
 from ..model.convert import quant_layers, quantized_layers
 from ..model.inventory import Inventory
@@ -32,12 +33,14 @@ from ..model.sizes import ModelSizes, is_unpacked_while_loading
 from ..names import pretrained, uncompiled, without_peft
 from ..processes import is_apart
 from ..quant_linear import QuantLayer
-from ..seams.sentence_transformers import save_around
+from ..seams.sentence_transformers import body_of, save_around
 from ..seams.transformers import (
     has_adapter,
     refuse_older,
     takes_apart,
-    tied_parameters,
+    ties_in_files,
+    untie,
+    without_generation_config,
     write_packing_config,
 )
 from ..text import quoted
@@ -55,15 +58,18 @@ from .files import (
     alone_at,
     digest_of,
     digest_of_configs,
+    move_files,
     read_tensor,
     remove,
+    save_beside,
     staged,
     tensors_in,
 )
-from .load_check import Proof, ReferenceOutputs, has_failed, quiet
+from .load_check import Proof, ReferenceOutputs, has_failed, quiet, reference_to
 from .state import (
     STATE_NAME,
     clean_metrics,
+    export_command,
     hub_id,
     read_layers,
     state_of,
@@ -114,6 +120,8 @@ class Delivered:
             tried.
         summary: What it is, whether it was verified, and its size, in sentences.
         how_to_load: The Python expression that loads it, or lines that make `model`.
+        export: The command that writes it for another runtime; None where there is
+            none.
     """
 
     path: Path
@@ -121,6 +129,12 @@ class Delivered:
     proof: Proof | None
     summary: str
     how_to_load: str
+    export: str | None = None
+
+    def closing(self) -> str:
+        """The summary, and a line each on how to load and how to deploy it."""
+        deploy = "" if self.export is None else f"\nDeploy: {self.export}"
+        return f"{self.summary}\nLoad it: {self.how_to_load}{deploy}"
 
 
 def save_quantized(
@@ -149,7 +163,8 @@ def save_quantized(
 
     With `inputs` the files are then loaded by plain `from_pretrained` and compared with
     the model. Where a layout does not agree, the next one takes its place, and floats
-    on the grid come last, with a warning.
+    on the grid come last, with a warning. What was written, whether it was verified and
+    how to load it is printed.
 
     Args:
         model: A transformers model with quantized layers, or a `PeftModel` around one.
@@ -163,8 +178,7 @@ def save_quantized(
             dict, or a mapping that makes each when it is asked for. At most one of the
             layers' weights is in memory at a time then.
         inputs: A batch as the model's forward pass takes it, to check the files with;
-            None does not load them. Where the model cannot answer it, a warning says
-            that nothing is proven.
+            None does not load them.
         layout: How the files hold the weights: "packed", "unpacked" (unpacked while
             loading) or "floats"; None is the first of them that transformers can load.
             "gemma" is transformers' own `quant_method`, which loading leaves packed;
@@ -177,7 +191,8 @@ def save_quantized(
         MoQError: The model is not one of transformers or has no quantized layer, a
             quantized weight is shared, sharded or holds NaN or Inf, transformers cannot
             make a model of its class, `layout` is none of these or "gemma" and has
-            no place for a layer, or the files cannot be written.
+            no place for a layer, the model cannot answer `inputs`, or the files cannot
+            be written.
 
     >>> import tempfile
     >>> from moq_hf import quantize_model, verify_quantized
@@ -186,7 +201,10 @@ def save_quantized(
     >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
     >>> model = quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     found = verify_quantized(save_quantized(model, folder), model)
+    ...     found = verify_quantized(save_quantized(model, folder), model)  # doctest: +ELLIPSIS
+    moq_hf: saved in ... Not verified: nothing was compared. 0.0112 MB, float 0.0146.
+    Load it: BertForSequenceClassification.from_pretrained(...)
+    Prove it: save_quantized(..., inputs=batch) loads the files and compares their answers
     >>> found.layers["bert.pooler.dense"].stored, found.layers["bert.pooler.dense"].bits
     ('packed', 4)
     """
@@ -194,11 +212,14 @@ def save_quantized(
         processing_class, controller, metrics, float_metrics, state_dict
     )
     check_choice("layout", layout, (None, *LAYOUTS))
-    reference = None if inputs is None else ReferenceOutputs(model, inputs)
-    saved = _Saving(model, directory, options).save(reference, layout)
-    if saved.proof is not None and saved.proof.agrees is None:
-        logger.warning("moq_hf: %s: %s", directory, saved.proof)
-    return Path(directory)
+    reference = None if inputs is None else reference_to(model, inputs)
+    saving = _Saving(model, directory, options)
+    done = saving.delivered(saving.save(reference, layout))
+    text = f"moq_hf: saved in {done.path}. {done.closing()}"
+    if inputs is None:
+        text += "\nProve it: save_quantized(..., inputs=batch) loads the files and compares their answers"
+    tqdm.write(text)
+    return done.path
 
 
 def deliver(
@@ -234,15 +255,7 @@ def deliver(
             raise
         reason = one_line(error, named=not isinstance(error, MoQError))
         saved = saving.save_by_hand(reason)
-    folder = saving.target
-    if saved.loads_by_hand:
-        load = f"model.load_state_dict(load_file({quoted(folder / SINGLE)}))"
-    else:
-        _, load = how_to_load(saved, folder, str(folder), saving.whole_model)
-        # A single line is told as the expression that it is.
-        if "\n" not in load:
-            load = load.removeprefix("model = ")
-    return Delivered(folder, saved.file_bytes, saved.proof, saved.summary(), load)
+    return saving.delivered(saved)
 
 
 class _Saving:
@@ -266,6 +279,11 @@ class _Saving:
         # Embedding tables stand last in the files.
         self.quantized = quant_layers(model) | quantized_layers(model)
         self.layers = without_peft_names(self.quantized, self.inventory.adapters)
+        # Nothing ties again what `load_state_dict` loads.
+        self.tied: Mapping[str, str] = {}
+        self.unties = False
+        # Files that the weights do not need to why they are not there.
+        self.not_saved: dict[str, str] = {}
 
     def save(
         self, reference: ReferenceOutputs | None, layout: Layout | None = None
@@ -276,6 +294,7 @@ class _Saving:
             MoQError: The model cannot be packed, or the files cannot be written.
         """
         self._check()
+        self.tied, self.unties = self._ties()
         layouts = self._layouts(layout)
         reason: str | None = None
         proof: Proof | None = None
@@ -287,35 +306,59 @@ class _Saving:
                     break
                 # The files are in place already: loading them takes memory, and a
                 # process that is killed for it has delivered.
-                proof = reference.prove(self.target, encoder.rounds_inputs)
+                proof = self._prove(reference, encoder)
                 if proof.agrees is False:
                     # The best layout is the one that is missed.
                     reason = reason or f"{layout}: {proof.reason}"
                 saved = self._record(saved, proof, reason)
                 if proof.agrees is not False:
                     break
+            self._tell_not_saved()
             _warn(self.target, encoder, proof, reason)
             self._write_card(saved)
         return saved
+
+    def delivered(self, saved: Verification) -> Delivered:
+        """What to say of what was saved."""
+        folder = self.target
+        if saved.loads_by_hand:
+            load = f"model.load_state_dict(load_file({quoted(folder / SINGLE)}))"
+        else:
+            _, load = how_to_load(saved, folder, str(folder), self.whole_model)
+            # A single line is told as the expression that it is.
+            if "\n" not in load:
+                load = load.removeprefix("model = ")
+        export = export_command(folder)
+        return Delivered(
+            folder, saved.file_bytes, saved.proof, saved.summary(), load, export
+        )
+
+    def _prove(self, reference: ReferenceOutputs, encoder: Encoder) -> Proof:
+        if self.not_saved and body_of(self.whole_model) is not None:
+            # No layout could be compared.
+            why = "Sentence Transformers loads no folder without a tokenizer"
+            return Proof(None, reference.examples, None, None, why)
+        return reference.prove(self.target, encoder.rounds_inputs)
 
     def _write(self, encoder: Encoder, by_hand: str | None = None) -> Verification:
         """Write the files of one layout and put them in place; `by_hand` is why `save_pretrained` does not."""
         place = staged(
             self.target.resolve(), what="the packed model to ", publish=_publish
         )
+        self.not_saved = {}
         with place as staging, quiet():
             staging.mkdir()
             tensors, rest = self._encode(encoder)
             if by_hand is None:
                 renamed = encoder.rename(self.model, tensors)
-                save_around(
-                    self.whole_model,
-                    self.model,
-                    staging,
-                    lambda folder: _write_packed_files(
-                        folder, self.model, renamed, encoder, self.options
-                    ),
-                )
+
+                def write(folder: Path) -> None:
+                    _write_packed_files(
+                        folder, self.model, renamed, encoder, self.unties
+                    )
+                    self._write_beside(folder)
+
+                save_around(self.whole_model, self.model, staging, write, self._beside)
             else:
                 self._write_by_hand(staging, tensors)
             if self.is_adapted:
@@ -336,10 +379,10 @@ class _Saving:
             MoQError: The files cannot be written, or a weight holds NaN or Inf.
         """
         self._take(without_peft(self.whole_model))
-        # Nothing ties again what `load_state_dict` loads.
         encoder = Encoder(self.inventory, self.layers, "floats")
         with alone_at(self.target):
             saved = self._write(encoder, reason)
+        self._tell_not_saved()
         _warn(self.target, encoder, None, reason)
         self._write_card(saved)
         return saved
@@ -352,28 +395,63 @@ class _Saving:
             if isinstance(tensor, Tensor)
         }
         save_file(copies, folder / SINGLE, metadata={"format": "pt"})
-        not_saved = [f"{name} (no tensor)" for name in tensors.keys() - copies.keys()]
+        for name in tensors.keys() - copies.keys():
+            self.not_saved[name] = "no tensor"
         config: Any = getattr(self.model, "config", None)
-        for part in (config, self.options.processing_class):
-            try:
-                if hasattr(part, "save_pretrained"):
-                    part.save_pretrained(folder)
-            # The weights are what must not be lost.
-            except Exception as error:
-                not_saved.append(f"{type(part).__name__} ({one_line(error)})")
-                if part is config:
-                    (folder / CONFIG).unlink(missing_ok=True)
-        if not_saved:
+        if hasattr(config, "save_pretrained"):
+
+            def save(place: Path) -> None:
+                config.save_pretrained(place)
+                if self._ties()[1]:
+                    untie(place / CONFIG)
+
+            self._beside(folder, type(config).__name__, save)
+        self._write_beside(folder)
+
+    def _write_beside(self, folder: Path) -> None:
+        """Write how the model generates, and the tokenizer or processor."""
+        can_generate = getattr(self.model, "can_generate", None)
+        if callable(can_generate) and can_generate():
+            generation: Any = self.model.generation_config
+            save = functools.partial(_save_generation_config, generation)
+            self._beside(folder, type(generation).__name__, save)
+        part = self.options.processing_class
+        if part is not None:
+            name = type(part).__name__
+            self._beside(folder, name, lambda place: part.save_pretrained(place))
+
+    def _beside(self, folder: Path, name: str, save: Callable[[Path], Any]) -> None:
+        """Have what the weights do not need written into a folder, or note why it was not."""
+        fault = save_beside(folder, save)
+        if fault is not None:
+            self.not_saved[name] = fault
+
+    def _tell_not_saved(self) -> None:
+        if self.not_saved:
+            parts = [f"{name} ({why})" for name, why in self.not_saved.items()]
             logger.warning(
-                "moq_hf: not saved beside the weights: %s", ", ".join(not_saved)
+                "moq_hf: %s: not saved beside the weights: %s",
+                self.target,
+                ", ".join(parts),
             )
 
     def _encoder(self, layout: Layout) -> Encoder:
         """Make the encoder of a layout, without the layers that are tied to another one, whose weight is stored."""
-        tied = _tied(self.model, self.layers)
+        tied: dict[str, list[str]] = {}
+        for parameter, source in self.tied.items():
+            layer = source.rpartition(".")[0]
+            other = parameter.rpartition(".")[0]
+            if {layer, other} <= self.layers.keys():
+                tied.setdefault(layer, []).append(other)
         others = set().union(*tied.values())
         layers = {n: layer for n, layer in self.layers.items() if n not in others}
         return Encoder(self.inventory, layers, layout, tied)
+
+    def _ties(self) -> tuple[dict[str, str], bool]:
+        """Return what `from_pretrained` ties again, and whether the config must say otherwise."""
+        parameters = dict(self.inventory.parameters())
+        named = without_peft_names(parameters, self.inventory.adapters)
+        return ties_in_files(self.model, named)
 
     def _check(self) -> None:
         """Check that transformers can save the model, and that this process has its weights.
@@ -454,10 +532,11 @@ class _Saving:
         # Servers take asymmetric grids as they are unpacked while loading; tables of
         # more bits would be dense there.
         served = encoder.is_asymmetric and not encoder.tables
-        # A model in half precision whose scales are wider is packed as a float32 one,
-        # which a line must cast, as a whole; unpacked while loading it needs none. One
-        # in float64 would be rounded.
-        is_cast = encoder.dtype not in encoder.dtypes and (
+        # A model in half precision whose scales are wider would be packed as a float32
+        # one, for its user to cast; unpacked while loading it has its own dtype. One in
+        # float64 would be rounded.
+        is_cast = encoder.dtype not in encoder.dtypes and not encoder.rounds_inputs
+        is_cast &= (
             len(encoder.widths) == 1
             or self._has_several_dtypes()
             or "float64" in encoder.dtypes
@@ -515,8 +594,8 @@ class _Saving:
             )
         others = set().union(*encoder.tied.values())
         replaced = {*weights.values(), *(f"{other}.weight" for other in others)}
-        # Names that share a tensor go on sharing it.
-        kept: dict[int | str, Tensor] = {}
+        tied = {*self.tied, *self.tied.values()}
+        kept: dict[int | str, Any] = {}
         tensors: dict[str, Tensor] = {}
         owners = {
             id(layer.float_weight): weights[name]
@@ -524,6 +603,8 @@ class _Saving:
         }
         # A module in two places has two names for its weight.
         second_names: dict[str, str] = {}
+        # Bytes of each tensor, which may have several names.
+        rest: dict[int | str, int] = {}
         for name, source_name in names.items():
             if name in replaced:
                 continue
@@ -531,12 +612,13 @@ class _Saving:
             if key in owners:
                 second_names[name] = owners[key]
                 continue
-            if key not in kept:
-                kept[key] = source[source_name]
-            tensors[name] = kept[key]
-        rest = sum(
-            tensor.nbytes for tensor in kept.values() if isinstance(tensor, Tensor)
-        )
+            # Names that loading ties go on sharing a tensor; others are stored each.
+            place = key if name in tied else name
+            if place not in kept:
+                tensor = source[source_name]
+                kept[place] = tensor.clone() if key in rest else tensor
+                rest[key] = getattr(tensor, "nbytes", 0)
+            tensors[name] = kept[place]
         saved_names = {id(tensor): name for name, tensor in live.items()}
 
         def saved(parameter: Tensor) -> Tensor:
@@ -546,8 +628,8 @@ class _Saving:
             tensors |= encoder.store(name, saved)
         for name, weight in second_names.items():
             tensors[name] = tensors[weight]
-            rest += source[names[name]].nbytes
-        return tensors, rest
+            rest[name] = source[names[name]].nbytes
+        return tensors, sum(rest.values())
 
     def _write_state(
         self,
@@ -633,35 +715,25 @@ class _Saving:
             )
 
 
-def _tied(model: nn.Module, layers: Mapping[str, QuantLayer]) -> dict[str, list[str]]:
-    """Return each layer's others that share its weight and that `from_pretrained` ties to it."""
-    tied: dict[str, list[str]] = {}
-    for parameter, source in tied_parameters(model).items():
-        layer = source.rpartition(".")[0]
-        other = parameter.rpartition(".")[0]
-        if not {layer, other} <= layers.keys():
-            continue
-        if layers[layer].float_weight is layers[other].float_weight:
-            tied.setdefault(layer, []).append(other)
-    return tied
-
-
 def _write_packed_files(
     folder: Path,
     model: Any,
     tensors: Mapping[str, Tensor],
     encoder: Encoder,
-    options: SaveOptions,
+    unties: bool,
 ) -> None:
-    """Write the tensors, `config.json` with the quantization config, and the tokenizer or processor."""
-    model.save_pretrained(
-        folder,
-        state_dict=dict(tensors),
-        # The tensors have their names in the files already.
-        save_original_format=False,
-    )
-    if options.processing_class is not None:
-        options.processing_class.save_pretrained(folder)
+    """Write the tensors, and `config.json` with the quantization config."""
+    with without_generation_config(model):
+        # The class's own: a quantized model says of its floats that they are some.
+        type(model).save_pretrained(
+            model,
+            folder,
+            state_dict=dict(tensors),
+            # The tensors have their names in the files already.
+            save_original_format=False,
+        )
+    if unties:
+        untie(folder / CONFIG)
     config = encoder.config()
     if config is None:
         return
@@ -678,14 +750,24 @@ def _write_packed_files(
         refuse_older(path, encoder.needs["transformers"])
 
 
+def _save_generation_config(config: GenerationConfig, folder: Path) -> None:
+    try:
+        config.save_pretrained(folder)
+    except ValueError:
+        # Saving refuses what is of no effect, as a temperature without sampling, and
+        # loading does not.
+        config.to_json_file(folder / GENERATION_CONFIG_NAME)
+        type(config).from_pretrained(str(folder))
+
+
 def _write_adapter(
     folder: Path, model: Any, state_dict: Mapping[str, Tensor] | None
 ) -> None:
     """Write PEFT's own files, but for paths on this machine and the card that has one."""
     # The folder has the tables already, as they are quantized.
     with_tables = "auto" if is_merged(model) else False
-    model.save_pretrained(
-        folder, state_dict=state_dict, save_embedding_layers=with_tables
+    type(model).save_pretrained(
+        model, folder, state_dict=state_dict, save_embedding_layers=with_tables
     )
     (folder / "README.md").unlink(missing_ok=True)
     # Those of other adapters than the first lie in folders of their own.
@@ -714,36 +796,20 @@ def _publish(staging: Path, target: Path) -> None:
     card = target / _CARD
     if card.exists() and _MARK in card.read_bytes():
         card.unlink()
-    for path in sorted(staging.rglob("*"), key=lambda path: path.name in entries):
-        if path.is_file():
-            place = target / path.relative_to(staging)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(place)
+    move_files(staging, target, last=entries)
 
 
 def _warn(
     target: Path, encoder: Encoder, proof: Proof | None, reason: str | None
 ) -> None:
     """Say what of the model is not packed, and whether it does not compute what was evaluated."""
-    floats: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for name, layer in encoder.stored.items():
         if not has_codes(layer.stored):
-            bits = "float" if layer.stored == "float" else f"{layer.bits} bits"
-            floats.setdefault(bits, []).append(name)
+            reasons.setdefault(encoder.why_in_float(name), []).append(name)
     # One reason is enough: a folder of floats has its own.
-    if floats and (reason is None or encoder.layout != "floats"):
-        logger.warning(
-            "moq_hf: these layers are saved as floats on the grid, at full size, since the packed format has no place "
-            "for them (it is for 2 to %d bits of nn.Linear, tables and experts that are symmetric and not transposed, "
-            "without experts in FP4 but for MXFP4 in bfloat16, and not for classes such as DINOv2's, whose weights "
-            "transformers takes apart while loading; the layout gemma leaves experts, tied tables and what "
-            "transformers keeps in float32): %s",
-            MAX_PACKED_BITS,
-            "; ".join(
-                f"{bits}: {shortened(names, MOST_FAULTS)}"
-                for bits, names in floats.items()
-            ),
-        )
+    if reasons and (reason is None or encoder.layout != "floats"):
+        logger.warning("moq_hf: %s", at_full_size(reasons, len(encoder.stored)))
     if proof is None and encoder.dtypes - {encoder.dtype, "float32"}:
         logger.warning(
             "moq_hf: %s loads in %s, and the weights are %s in memory: cast the loaded model after its first call, or "

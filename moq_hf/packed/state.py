@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +27,7 @@ from ..quant_linear import QuantLayer, inputs_of
 from ..training.controller import MoQController
 from ..training.resume import Range
 from ..version import __version__
-from .files import CONFIG, read_document
+from .files import ADAPTER, CONFIG, read_document, tokenizer_files
 from .load_check import Proof, has_failed
 
 STATE_NAME = "moq_state.json"
@@ -244,6 +245,30 @@ def check_taken(directory: Path, server: serving.Server) -> None:
     for found in served_by(directory):
         if found.server is server and found.reasons:
             raise MoQError(f"{directory}: {'; '.join(found.reasons)}")
+
+
+def export_command(folder: Path) -> str | None:
+    """The command that writes a packed checkpoint for another runtime; None where it was tried with none.
+
+    Args:
+        folder: What `save_quantized` wrote, with its tokenizer or processor, which
+            exports need.
+
+    Raises:
+        MoQError: The state or the config is missing or damaged.
+    """
+    options = {
+        "llama.cpp": "gguf --converter convert_hf_to_gguf.py",
+        "onnxruntime": "onnx",
+    }
+    plain, *others = served_by(folder)
+    if plain.reasons or (folder / ADAPTER).exists() or not tokenizer_files(folder):
+        return None
+    for found in others:
+        if found.answer == "yes" and found.server.key in options:
+            place = shlex.quote(str(folder))
+            return f"moq-hf export {place} --to {options[found.server.key]}"
+    return None
 
 
 def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:

@@ -47,7 +47,7 @@ from .files import (
     size_of,
     tensors_in,
 )
-from .load_check import Proof, ReferenceOutputs, has_failed
+from .load_check import Proof, has_failed, reference_to
 from .state import proof_in, read_layers
 
 # What the layout "gemma" calls the tensors of a table.
@@ -127,6 +127,15 @@ class Verification:
         before = megabytes(self.float_bytes).removesuffix(" MB")
         return f"{form}{proof}. {megabytes(self.file_bytes)}, float {before}."
 
+    def verdict(self) -> str:
+        """That the files are whole, and how they compared when they were saved, in two lines."""
+        summary = f"{self.proof}." if has_failed(self.proof) else self.summary()
+        version = self.state["versions"].get("transformers")
+        return (
+            "Intact: every tensor is as it was saved, and every weight is on the grid that it declares.\n"
+            f"Saved with transformers {version}. {summary}"
+        )
+
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         layers = f"<details><summary>Layers</summary><pre>{html.escape(self.table())}</pre></details>"
@@ -178,8 +187,8 @@ def verify_quantized(
         The layers with their sizes.
 
     Raises:
-        MoQError: Something is damaged, missing or different; names the file and the
-            tensor.
+        MoQError: Something is damaged, missing or different, and the text names the
+            file and the tensor; or the model cannot answer `inputs`.
 
     >>> from pathlib import Path
     >>> verify_quantized(Path("a folder that is not there"))
@@ -213,7 +222,7 @@ def verify_quantized(
     if inputs is None or model is None:
         proof = proof_in(state)
     else:
-        reference = ReferenceOutputs(model, inputs)
+        reference = reference_to(model, inputs)
         proof = reference.prove(folder, state["rounds_inputs"])
         if not proof.agrees:
             raise MoQError(f"{folder}: {proof}")

@@ -1,6 +1,7 @@
 """What is relied on in Sentence Transformers, which nothing here imports."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +39,54 @@ def body_of(model: nn.Module) -> PreTrainedModel | None:
 
 
 def save_around(
-    model: Any, body: nn.Module, folder: Path, write: Callable[[Path], None]
+    model: Any,
+    body: nn.Module,
+    folder: Path,
+    write: Callable[[Path], None],
+    beside: Callable[[Path, str, Callable[[Path], Any]], None],
 ) -> None:
     """Write a transformers model by `write`, and what a model of Sentence Transformers around it has.
 
+    Args:
+        model: Of any library.
+        body: The transformers model in it.
+        folder: Where to.
+        write: Writes the body.
+        beside: Writes the tokenizer or processor, which may fail; takes the folder, a
+            name for it, and its method `save_pretrained`.
+
     Relies on: `BaseModel.save`, in which the first module calls `save_pretrained` of
-    its model with the folder.
-    Breaks: The folder has float weights, and the proof says so.
+    its model, and then of its `processor`, with the folder.
+    Breaks: The folder has float weights, and the proof says so; or a tokenizer that
+    cannot be saved leaves no packed folder.
     """
     if body_of(model) is not body:
         write(folder)
         return
+    processor = getattr(next(model.children()), "processor", None)
 
-    def save_pretrained(path: str, **_: Any) -> None:
-        del vars(body)["save_pretrained"]
-        write(Path(path))
-
-    vars(body)["save_pretrained"] = save_pretrained
-    try:
+    with contextlib.ExitStack() as replaced:
+        replaced.enter_context(_replaced(body, lambda path, **_: write(Path(path))))
+        if processor is not None:
+            name = type(processor).__name__
+            save = processor.save_pretrained
+            replaced.enter_context(
+                _replaced(processor, lambda path, **_: beside(Path(path), name, save))
+            )
         model.save(str(folder), create_model_card=False)
+
+
+@contextlib.contextmanager
+def _replaced(part: Any, save_pretrained: Callable[..., None]) -> Iterator[None]:
+    before = {
+        name: own for name, own in vars(part).items() if name == "save_pretrained"
+    }
+    vars(part)["save_pretrained"] = save_pretrained
+    try:
+        yield
     finally:
-        vars(body).pop("save_pretrained", None)
+        vars(part).pop("save_pretrained", None)
+        vars(part).update(before)
 
 
 def loads_as(folder: Path) -> str | None:

@@ -12,11 +12,12 @@ Documented, and so not here: `base_model_prefix`, `loss_is_scaled_for_ga`,
 `placements`.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -160,6 +161,23 @@ def tell_of_saves(trainer: transformers.Trainer, tell: Callable[[Path], None]) -
             tell(Path(output_dir or str(trainer.args.output_dir)))
 
     trainer.save_model = save_model  # type: ignore[method-assign]
+
+
+def saves_checkpoint() -> bool:
+    """Whether a Trainer is saving a checkpoint of its run just now.
+
+    Relies on: `Trainer._save_checkpoint`, whose frame has the Trainer as `self`.
+    Breaks: Each checkpoint would come with a warning that its weights are floats.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "_save_checkpoint" and isinstance(
+            owner, transformers.Trainer
+        ):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def prepared_inputs(trainer: transformers.Trainer, inputs: Any) -> dict[str, Any]:
@@ -443,7 +461,8 @@ def is_scaled_table(cls: type[nn.Module]) -> bool:
 def tied_parameters(model: nn.Module) -> dict[str, str]:
     """The parameters that `from_pretrained` ties to others where a file lacks them: name to the name of the other.
 
-    Relies on: `PreTrainedModel.get_expanded_tied_weights_keys`.
+    Relies on: `PreTrainedModel.get_expanded_tied_weights_keys`, which raises a
+    ValueError where it finds no weight of a name.
     Breaks: A table that is the output head too would be stored twice.
 
     Example:
@@ -451,7 +470,77 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
         {}
     """
     get = getattr(model, "get_expanded_tied_weights_keys", None)
-    return get(all_submodels=True) if callable(get) else {}
+    if not callable(get):
+        return {}
+    try:
+        found: dict[str, str] = get(all_submodels=True)
+    except ValueError:
+        # It looks for weights that PEFT has given other names.
+        with torch.device("meta"):
+            found = tied_parameters(type(model)(copy.deepcopy(cast(Any, model).config)))
+    return found
+
+
+def ties_in_files(
+    model: nn.Module, parameters: Mapping[str, Tensor]
+) -> tuple[dict[str, str], bool]:
+    """Which parameters loading ties once they are in files, and whether the config must be changed there by `untie`.
+
+    It must where it ties two that have become two, such as a head with a weight of its
+    own: other loaders would read one of them for both. A config that does not tie these
+    ties no others of the model either, unless its class ties them whatever it says, as
+    T5's does.
+
+    Args:
+        model: Any module.
+        parameters: Its parameters, a shared one under each of its names.
+
+    Returns:
+        As `tied_parameters`, but only those that are one in memory.
+
+    Relies on: `tie_word_embeddings`, which decides for all ties of a model, and that
+    `from_pretrained` ties no two parameters that differ in the files. Where `forward`
+    reads the key itself, as in Switch Transformers, another value would compute
+    something else, so the config stays.
+    Breaks: Servers would take one of two tables for both; or `from_pretrained` would
+    make a table at random, as the proof says.
+    """
+    pairs = {
+        name: other
+        for name, other in tied_parameters(model).items()
+        if {name, other} <= parameters.keys()
+    }
+    shared = {n: o for n, o in pairs.items() if parameters[n] is parameters[o]}
+    if len(shared) == len(pairs):
+        return shared, False
+    config: Any = model.config
+    untied = type(config).from_dict(_without_ties(config.to_dict()))
+    if untied.tie_word_embeddings:
+        return shared, True
+    forward = inspect.unwrap(type(model).forward)
+    if "tie_word_embeddings" in forward.__code__.co_names:
+        return shared, False
+    return {}, True
+
+
+def untie(config: Path) -> None:
+    """Have a `config.json` say that no weights are tied, in the configs of parts too.
+
+    Relies on: `tie_word_embeddings`, `tie_codebooks_embeddings` and `tie_embedding`.
+    Breaks: See `ties_in_files`.
+    """
+    write_json(config, _without_ties(read_json(config)))
+
+
+def _without_ties(document: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        # The labels of classes are numbers.
+        is_tie = re.fullmatch(r"tie_\w*embeddings?", str(key))
+        found[key] = False if is_tie else value
+        if isinstance(value, dict):
+            found[key] = _without_ties(value)
+    return found
 
 
 def never_saved(model: nn.Module) -> set[str]:
@@ -465,6 +554,21 @@ def never_saved(model: nn.Module) -> set[str]:
         set()
     """
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+@contextlib.contextmanager
+def without_generation_config(model: Any) -> Iterator[None]:
+    """Have a model's `save_pretrained` leave out how it generates, which it writes before the weights and may refuse.
+
+    Relies on: `PreTrainedModel.save_pretrained`, which asks `can_generate` first.
+    Breaks: A model whose generation config loads, but is not valid, would be saved as
+    floats.
+    """
+    vars(model)["can_generate"] = lambda: False
+    try:
+        yield
+    finally:
+        del vars(model)["can_generate"]
 
 
 def has_adapter(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def check_possible(trainer: Trainer, layers: Collection[QuantLayer]) -> None:
         raise MoQError(
             "quantize_algo.gptq: FSDP2 and DeepSpeed keep the weights that they train elsewhere; set it to 0"
         )
-    if not any(map(_is_rounded, layers)):
+    if not any(map(_is_trained, can_round(layers))):
         raise MoQError(
             "quantize_algo.gptq: no linear layer is both quantized and trained, and it rounds no others; set it to 0"
         )
@@ -48,17 +48,13 @@ def start_from_gptq(
     layers: Iterable[QuantLayer],
     examples: int,
 ) -> None:
-    """Round weights with `quantizer.gptq`, layer by layer: each sees the inputs that the ones before now give.
-
-    Layers that are not linear, are frozen, or are not called stay as they are. All
-    processes that share a model must call it.
+    """Round the trained linear layers by `round_weights`, with training examples; frozen ones stay as they are.
 
     Args:
         trainer: Computes the loss of a batch, and with it the inputs.
         model: Unwrapped (no DDP).
         layers: At the bits that they are to be rounded to.
-        examples: Of all processes together; each reads whole batches. Of a batch the
-            first call of a layer counts.
+        examples: Of all processes together; each reads whole batches.
 
     Raises:
         MoQError: The inputs of a layer are not finite.
@@ -70,23 +66,55 @@ def start_from_gptq(
         batches = [
             prepared_inputs(trainer, batch) for batch in first_batches(loader, share)
         ]
-        for layer in layers:
-            if _is_rounded(layer):
-                _round(trainer, model, layer, batches)
+        rounded = filter(_is_trained, can_round(layers))
+        round_weights(model, rounded, batches, trainer.compute_loss)
 
 
-def _is_rounded(layer: QuantLayer) -> bool:
-    # A tied head is a table too.
-    return (
-        isinstance(layer, nn.Linear | Conv1D)
+def can_round(layers: Iterable[QuantLayer]) -> list[QuantLayer]:
+    """Those of the layers that GPTQ rounds: linear ones with a weight of their own, which no adapter is merged into."""
+    return [
+        layer
+        for layer in layers
+        # A tied head is a table too.
+        if isinstance(layer, nn.Linear | Conv1D)
         and layer.kind == layer.moq.kind
-        and layer.float_weight.requires_grad
         and not layer.moq.lora
-    )
+    ]
+
+
+def _is_trained(layer: QuantLayer) -> bool:
+    return layer.float_weight.requires_grad
+
+
+def round_weights(
+    model: nn.Module,
+    layers: Iterable[QuantLayer],
+    batches: Sequence[Any],
+    run: Callable[[nn.Module, Any], object],
+) -> None:
+    """Round weights with `quantizer.gptq`, layer by layer: each sees the inputs that the ones before now give.
+
+    Layers that are not called stay as they are. All processes that share a model must
+    call it.
+
+    Args:
+        model: In evaluation mode, without gradients.
+        layers: Of `can_round`, at the bits that they are to be rounded to.
+        batches: Of a batch the first call of a layer counts.
+        run: Runs the model on a batch.
+
+    Raises:
+        MoQError: The inputs of a layer are not finite.
+    """
+    for layer in layers:
+        _round(model, layer, batches, run)
 
 
 def _round(
-    trainer: Trainer, model: nn.Module, layer: QuantLayer, batches: list[Any]
+    model: nn.Module,
+    layer: QuantLayer,
+    batches: Sequence[Any],
+    run: Callable[[nn.Module, Any], object],
 ) -> None:
     weight = layer.float_weight
     matrix = to_rows(weight.detach(), layer.kind)
@@ -118,7 +146,7 @@ def _round(
         for batch in batches:
             with contextlib.suppress(_Arrived):
                 # Losses take labels out of their batch.
-                trainer.compute_loss(model, copy.copy(batch))
+                run(model, copy.copy(batch))
     if is_distributed():
         dist.all_reduce(moment)
     if not moment.any():

@@ -1,11 +1,10 @@
 """What a run says: what is quantized, what a user should know, what switched, and how a checkpoint's run goes on."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.pytorch_utils import Conv1D
 
 from .. import serving, triton_quant
 from ..config import MoQConfig
@@ -13,7 +12,7 @@ from ..config_fields import DistillationConfig
 from ..errors import MOST_FAULTS, shortened
 from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize
-from ..model.sizes import ModelSizes
+from ..model.sizes import TABLE, ModelSizes, percent
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..text import counted
 from .distillation import PARTS, TASK
@@ -33,11 +32,14 @@ def summary(
     """
     left: dict[str, list[str]] = {}
     for name, reason in inventory.left_out.items():
-        left.setdefault(
-            f"left in float, {reason}" if reason else "left in full precision", []
-        ).append(name)
+        why = f"left in float, {reason}" if reason else "left in float"
+        left.setdefault(why, []).append(name)
     if inventory.adapters and not inventory.merged:
-        left.setdefault("left in full precision", []).append("PEFT's adapters")
+        left.setdefault("left in float", []).append("PEFT's adapters")
+    told = {why: shortened(names, MOST_FAULTS) for why, names in left.items()}
+    for text in _left_of_kinds(inventory, config, sizes):
+        before = told.get("left in float")
+        told["left in float"] = f"{before}, and {text}" if before else text
     convolutions = sum(map(is_convolution, inventory.layers.values()))
     counts = {
         "linear layer": len(inventory.layers) - convolutions,
@@ -55,8 +57,6 @@ def summary(
         parts.append(
             f"{counted(len(inventory.embeddings), 'embedding table')} to {inventory.table_bits} bits"
         )
-    if inventory.tables_stay is not None:
-        parts.append(f"embedding tables stay in float: {inventory.tables_stay}")
     parts += [
         f"{name} shares the weight of {owner}" for name, owner in inventory.tied.items()
     ]
@@ -69,10 +69,30 @@ def summary(
         computed = serving.inputs_in_words(inventory, config)
         parts.append(f"the delivered folder computes with {computed}")
     parts.append(f"quantized: {sizes.coverage}")
-    parts += [
-        f"{why}: {shortened(names, MOST_FAULTS)}" for why, names in left.items()
-    ] or ["no layer is left out"]
+    parts += [f"{why}: {what}" for why, what in told.items()] or [
+        "no layer is left out"
+    ]
     return "; ".join(parts)
+
+
+def _left_of_kinds(
+    inventory: Inventory, config: MoQConfig, sizes: ModelSizes
+) -> Iterator[str]:
+    """Which weights of other modules than linear layers are left in float, how much they are, and what can be done."""
+    known = {*inventory.embeddings, *inventory.tied}
+    could = embeddings_to_quantize(inventory, config).keys() - known
+    if any("embedding" in serving.REQUIRED[n].without for n in config.serve):
+        could = set()
+    for kind, counts in sizes.left.items():
+        what, which = (f"{kind}s", "are") if len(counts) > 1 else (kind, "is")
+        share = percent(sum(counts) / sizes.total)
+        way = ""
+        if kind == TABLE and inventory.tables_stay is not None:
+            way = f" ({inventory.tables_stay})"
+        elif kind == TABLE and could:
+            width = min(8, max(2, *config.targets)) if sizes.is_unpacked else 8
+            way = f" (embeddings={width} quantizes them)"
+        yield f"the {what}, which {which} {share} of the parameters{way}"
 
 
 def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list[str]:
@@ -85,7 +105,7 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
     """
     notes = []
     if sizes.share < 0.5:
-        notes.append(_what_stays_in_float(inventory, config, sizes))
+        notes.append(f"only {sizes.coverage} are in quantized layers")
     devices: set[torch.device] = {
         layer.weight.device for layer in inventory.layers.values()
     }
@@ -104,19 +124,10 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
             f"{inventory.table_bits} bits, or the tables stay floats if that is smaller, since transformers unpacks it "
             f"while loading; quantize_embeddings: {width} (embeddings={width}) keeps the layers' own bits"
         )
-    convolutions = [
-        name for name, layer in inventory.layers.items() if is_convolution(layer)
-    ]
-    if convolutions:
-        notes.append(
-            "quantize_convolutions: the packed format has no place for convolutions; these are saved as floats on the "
-            f"grid, at full size, and are integers in the ONNX export: {shortened(convolutions, MOST_FAULTS)}"
-        )
-    if any(isinstance(layer, Conv1D) for layer in inventory.layers.values()):
-        notes.append(
-            "the packed format has no place for Conv1D layers, as GPT-2 has them: these are saved as floats on the "
-            "grid, at full size"
-        )
+    at_full_size = sizes.at_full_size(config)
+    if at_full_size is not None:
+        notes.append(at_full_size)
+    convolutions = any(map(is_convolution, inventory.layers.values()))
     if convolutions and config.activations.enabled:
         notes.append(
             "activation_quantization is of linear layers: the inputs of convolutions stay in float"
@@ -127,18 +138,6 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
             "with a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"
         )
     return [*notes, *serving.notes(inventory, config)]
-
-
-def _what_stays_in_float(
-    inventory: Inventory, config: MoQConfig, sizes: ModelSizes
-) -> str:
-    known = {*inventory.embeddings, *inventory.tied}
-    tables = [n for n in embeddings_to_quantize(inventory, config) if n not in known]
-    takes_none = any("embedding" in serving.REQUIRED[n].without for n in config.serve)
-    text = f"only {sizes.coverage} are in quantized layers"
-    if tables and not takes_none:
-        text += f"; quantize_embeddings would take {', '.join(tables)}"
-    return text
 
 
 def switch_in_words(switch: Switch, target_bits: int, offset: int) -> str:

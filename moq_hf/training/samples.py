@@ -13,6 +13,8 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..errors import MoQError
+
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
@@ -65,22 +67,22 @@ class Samples:
         return batches
 
 
-def rows_of(inputs: Batch) -> int:
+def rows_of(inputs: Mapping[str, Any]) -> int:
     """How many examples a batch has.
 
     >>> rows_of({"input_ids": torch.zeros(4, 7), "return_dict": True})
     4
     >>> rows_of({"text": ["one", "two"]})
     2
+    >>> rows_of({"input": {"input_ids": torch.zeros(4, 7)}})
+    4
     """
-    return next(
-        (
-            len(value)
-            for value in inputs.values()
-            if isinstance(value, list) or (isinstance(value, Tensor) and value.dim())
-        ),
-        1,
-    )
+    for value in inputs.values():
+        if isinstance(value, Mapping):
+            return rows_of(value)
+        if isinstance(value, list) or (isinstance(value, Tensor) and value.dim()):
+            return len(value)
+    return 1
 
 
 def can_split(inputs: Batch) -> bool:
@@ -142,12 +144,37 @@ def _do_nothing(*args: Any) -> None:
     return None
 
 
-def first_batches(dataloader: Iterable[Any], rows: int) -> list[Any]:
+def check_batch(inputs: object) -> None:
+    """Check that what a user gave as inputs may be a batch: a mapping in which there are tensors.
+
+    Raises:
+        MoQError: It is not; says what it must be.
+
+    >>> check_batch({"input_ids": [[1, 2]]})
+    Traceback (most recent call last):
+    moq_hf.errors.MoQError: inputs must hold tensors, as in tokenizer(text, return_tensors="pt"): input_ids is a list
+    """
+    if not isinstance(inputs, Mapping):
+        raise MoQError(
+            "inputs must be a batch as the model's forward pass takes it, a mapping of names to tensors, as in "
+            f'tokenizer(text, return_tensors="pt"); got {type(inputs).__name__}'
+        )
+    found: list[Tensor] = []
+    recursively_apply(found.append, dict(inputs))
+    if not found:
+        names = [f"{name} is a {type(inputs[name]).__name__}" for name in inputs]
+        raise MoQError(
+            'inputs must hold tensors, as in tokenizer(text, return_tensors="pt"): '
+            f"{', '.join(names) or 'they are empty'}"
+        )
+
+
+def first_batches(dataloader: Iterable[Any], rows: float) -> list[Any]:
     """As many batches as have `rows` examples, or all that there are."""
     batches = []
     for batch in dataloader:
         batches.append(batch)
-        rows -= rows_of(batch)
+        rows -= rows_of(batch) if isinstance(batch, Mapping) else 1
         if rows <= 0:
             break
     # Accelerate would wait for the pass to end.

@@ -92,3 +92,24 @@ def test_what_is_refused(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert cli.main(["export", str(packed), "--to", "float", str(tmp_path / "empty")]) == 0
     assert (tmp_path / "empty" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("given", ["packed", ".", "inner/.."])
+def test_a_folder_that_is_not_named_lies_beside_the_checkpoint(
+    given: str, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(packed, tmp_path / "packed")
+    (folder / "inner").mkdir()
+    monkeypatch.chdir(tmp_path if given == "packed" else folder)
+    assert cli.main(["export", given, "--to", "float"]) == 0
+    assert "packed-float: floats on their grid" in capsys.readouterr().out
+    assert size_of(tmp_path / "packed-float") > size_of(packed)
+    assert cli.main(["export", given, "--to", "float"]) == 2
+    assert "packed-float is not empty: give a new folder" in capsys.readouterr().err
+    # The other two have names of their own.
+    (tmp_path / "packed.gguf").write_text("")
+    assert cli.main(["export", given, "--to", "gguf", "--base", "base.gguf"]) == 2
+    assert "packed.gguf exists already" in capsys.readouterr().err
+    (tmp_path / "packed-onnx").write_text("")
+    assert cli.main(["export", given, "--to", "onnx"]) == 2
+    assert "packed-onnx exists already" in capsys.readouterr().err

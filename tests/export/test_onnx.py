@@ -23,7 +23,6 @@ from moq_hf import MoQError, quantize_model, quantizer, save_quantized
 from moq_hf.cli import main
 from moq_hf.export import file_names
 from moq_hf.export import onnx as onnx_module
-from moq_hf.export.bench import benchmark
 from moq_hf.export.compare import Data, random_pictures, read_data
 from moq_hf.export.onnx import Export, export_onnx
 from moq_hf.export.onnx_layers import Flavor, OnnxConvolution, target_here
@@ -326,8 +325,6 @@ def test_models_of_pictures(kind: str, tmp_path: Path) -> None:
     assert found.bytes["weight-only"] < 0.5 * found.bytes["float checkpoint"]
     with pytest.raises(MoQError, match="compared on random ones"):
         export_onnx(source, tmp_path / "other", data=Data([("a",), ("b",)]))
-    with pytest.raises(MoQError, match="encoders of texts are measured"):
-        benchmark(source)
 
 
 @pytest.mark.parametrize(

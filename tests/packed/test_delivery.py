@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
 from model_zoo import CONFIG, arguments, inputs_of, new_model, rows_of
+from repo import ROOT
 from safetensors.torch import load_file, save_file
 from stranger import outputs_of
 from torch import nn
@@ -22,7 +24,7 @@ from moq_hf.model.convert import quant_layers
 from moq_hf.packed import save as checkpoint
 from moq_hf.packed import state
 from moq_hf.packed.load_check import ReferenceOutputs
-from moq_hf.packed.save import SaveOptions
+from moq_hf.packed.save import SaveOptions, _Saving
 
 TASK = "sequence classification"
 LOAD = "moq_hf.packed.load_check.ReferenceOutputs._load"
@@ -136,8 +138,8 @@ def broken(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
     """Make the writing of these layouts leave another weight in the files, with matching digests."""
     real = checkpoint._write_packed_files
 
-    def writing(folder: Path, model: Any, tensors: Any, plan: Any, options: Any) -> None:
-        real(folder, model, tensors, plan, options)
+    def writing(folder: Path, model: Any, tensors: Any, plan: Any, *more: Any) -> None:
+        real(folder, model, tensors, plan, *more)
         if plan.layout in layouts:
             path = folder / "model.safetensors"
             stored = load_file(path)
@@ -208,7 +210,7 @@ def test_what_cannot_be_proven_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         assert "does not fit beside it" in str(verify_quantized(tmp_path).proof)
         assert state_of(tmp_path)["layout"] == "packed" and state_of(tmp_path)["proof"]["agrees"] is None
     proof = ReferenceOutputs(model, {"pixel_values": torch.zeros(1)}).prove(tmp_path)
-    assert proof.agrees is None and "cannot evaluate a training batch (" in str(proof)
+    assert proof.agrees is None and "cannot evaluate a batch (" in str(proof)
 
 
 class Weighted(hf.BertForSequenceClassification):
@@ -248,10 +250,15 @@ def inside(folder: Path) -> Any:
     return bert(Inside)
 
 
-def twice(folder: Path) -> Any:
-    model = bert()
-    model.alias = model.classifier.weight
-    return model
+class Unsaved(hf.BertForSequenceClassification):
+    """Cannot be saved as models of transformers are."""
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no folder is good enough")
+
+
+def unsaved(folder: Path) -> Any:
+    return bert(Unsaved)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +266,7 @@ def twice(folder: Path) -> Any:
     [
         (weighted, "missing 1 required positional argument: 'class_weights'", hf.Trainer),
         (inside, "from_pretrained", MoQTrainer),
-        (twice, "shared tensors", hf.Trainer),
+        (unsaved, "no folder is good enough", hf.Trainer),
     ],
 )
 def test_a_run_always_ends_with_a_result(
@@ -279,6 +286,16 @@ def test_a_run_always_ends_with_a_result(
     batch = inputs_of(TASK, model)
     assert torch.equal(outputs_of(other, batch)[0], outputs_of(model, batch)[0])
     assert "load_state_dict" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_one_tensor_of_two_names_is_stored_under_both(tmp_path: Path) -> None:
+    model = bert()
+    model.alias = model.classifier.weight
+    train(model, tmp_path / "run", hf.Trainer)
+    state = state_of(tmp_path / "run" / "quantized")
+    assert state["layout"] == "packed" and state["proof"]["agrees"] is True
+    tensors = load_file(tmp_path / "run" / "quantized" / "model.safetensors")
+    assert torch.equal(tensors["alias"], tensors["classifier.weight"])
 
 
 @pytest.mark.parametrize("again", ["stock", "same callback", "another callback", "moq"])
@@ -371,17 +388,78 @@ def test_the_card_names_the_class_that_was_saved(cls: Any, config: Any, module: 
     assert f"from {module} import {cls.__name__}\n" in card and f"\nmodel = {cls.__name__}.from_pretrained(" in card
 
 
-def test_wrong_arguments_are_one_error_and_an_unanswered_batch_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({}, r"inputs must hold tensors, as in tokenizer\(text, return_tensors=\"pt\"\): they are empty"),
+        ({"input_ids": [[5, 6]]}, "inputs must hold tensors, .*: input_ids is a list"),
+        ({"input_ids": np.ones((1, 4), int)}, "inputs must hold tensors, .*: input_ids is a ndarray"),
+        ("hi there", "inputs must be a batch as the model's forward pass takes it, .*; got str"),
+        (torch.ones(1, 4).long(), "inputs must be a batch .*; got Tensor"),
+        ({"input_ids": torch.ones(1, 4).long(), "attention_mask": [[1] * 4]}, "cannot answer them .* with tensors"),
+        (
+            {"ids": torch.ones(1, 4).long()},
+            r"inputs: the model cannot answer them \((TypeError|ValueError): .*\); give a",
+        ),
+    ],
+)
+def test_wrong_inputs_are_one_error_before_anything_is_written(inputs: Any, message: str, tmp_path: Path) -> None:
     model = quantize_model(bert(), FIXED)
-    with pytest.raises(
-        MoQError, match="layout must be one of None, packed, unpacked, floats, gemma, mxfp4, got 'dense'"
-    ):
-        save_quantized(model, tmp_path / "out", layout="dense")  # type: ignore[arg-type]
+    with pytest.raises(MoQError, match=message):
+        save_quantized(model, tmp_path / "out", inputs=inputs)
     assert not (tmp_path / "out").exists()
-    save_quantized(model, tmp_path / "out", inputs={})
-    assert "out: Not verified: the model in memory cannot evaluate" in caplog.text
+    save_quantized(model, tmp_path / "out")
+    with pytest.raises(MoQError, match=message):
+        verify_quantized(tmp_path / "out", model, inputs=inputs)
+
+
+def test_a_wrong_layout_is_one_error(tmp_path: Path) -> None:
+    message = "layout must be one of None, packed, unpacked, floats, gemma, mxfp4, got 'dense'"
+    with pytest.raises(MoQError, match=message):
+        save_quantized(quantize_model(bert(), FIXED), tmp_path / "out", layout="dense")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def test_saving_ends_with_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = quantize_model(bert(), FIXED)
+    folder = tmp_path / "my model"
+    assert save_quantized(model, folder, inputs=inputs_of(TASK, model)) == folder
+    assert capsys.readouterr().out == (
+        f"moq_hf: saved in {folder}. {verify_quantized(folder).summary()}\n"
+        f'Load it: BertForSequenceClassification.from_pretrained("{folder}")\n'
+    )
+    assert "Verified: loaded with plain transformers" in verify_quantized(folder).summary()
+    # The command needs its tokenizer.
+    tokenizer = hf.AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
+    save_quantized(model, folder, processing_class=tokenizer)
+    assert capsys.readouterr().out == (
+        f"moq_hf: saved in {folder}. Not verified: nothing was compared. {megabytes_of(folder)}\n"
+        f'Load it: BertForSequenceClassification.from_pretrained("{folder}")\n'
+        f"Deploy: moq-hf export '{folder}' --to onnx\n"
+        "Prove it: save_quantized(..., inputs=batch) loads the files and compares their answers\n"
+    )
+
+
+def megabytes_of(folder: Path) -> str:
+    return verify_quantized(folder).summary().partition("compared. ")[2]
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "command"),
+    [
+        (("Llama", "causal LM"), {"quantize_group_size": 32}, "gguf --converter convert_hf_to_gguf.py"),
+        (("ViT", "image classification"), {}, "onnx"),
+        # llama.cpp takes groups of 32, and no runtime GPT-2.
+        (("GPT-2", "causal LM"), {}, None),
+    ],
+)
+def test_the_command_to_deploy_is_one_that_takes_the_model(
+    model: tuple[str, str], config: dict[str, Any], command: str | None, tmp_path: Path
+) -> None:
+    made = quantize_model(new_model(*model), {**FIXED, "quantize_groups": "per_channel", **config})
+    tokenizer = hf.AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
+    done = checkpoint.deliver(made, tmp_path, SaveOptions(tokenizer), None)
+    assert done.export == (command and f"moq-hf export {tmp_path} --to {command}")
 
 
 def test_a_loss_reads_the_quantized_weight_and_differentiates_by_the_parameter(tmp_path: Path) -> None:
@@ -557,3 +635,65 @@ def test_nothing_of_an_older_model_stays(tmp_path: Path, monkeypatch: pytest.Mon
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert left == {"README.md", "model.safetensors", "moq_state.json", "notes.txt"}
     assert state_of(tmp_path)["reason"] == "a reason with ... in it"
+
+
+class Broken:
+    """A processor that stops in the middle of being saved."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (Path(folder) / "templates").mkdir()
+        (Path(folder) / "templates" / "one.jinja").write_text("one")
+        (Path(folder) / "tokenizer.json").write_text('{"half')
+        raise OSError("the other half is missing")
+
+
+@pytest.mark.parametrize(
+    ("processor", "why"),
+    [
+        (Broken(), "Broken (OSError: the other half is missing)"),
+        (object(), "object (AttributeError: 'object' object has no attribute 'save_pretrained')"),
+    ],
+    ids=["half", "none"],
+)
+def test_a_processor_that_cannot_be_saved_is_a_warning(
+    processor: Any, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = quantize_model(bert(), FIXED)
+    save_quantized(model, tmp_path / "one", inputs=inputs_of(TASK, model), processing_class=processor)
+    assert state_of(tmp_path / "one")["layout"] == "packed" and state_of(tmp_path / "one")["proof"]["agrees"] is True
+    _Saving(model, tmp_path / "two", SaveOptions(processor)).save_by_hand("for the test")
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        assert caplog.text.count(f"{folder}: not saved beside the weights: {why}") == 1
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"README.md", "config.json", "model.safetensors", "moq_state.json"}
+
+
+def test_a_generation_config_that_only_advice_is_given_of_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = new_model("Llama", "causal LM")
+    inputs = inputs_of("causal LM", model)
+    quantize_model(model, FIXED)
+    # Of no effect without sampling, so that `save_pretrained` refuses it.
+    model.generation_config.temperature = 0.3
+    save_quantized(model, tmp_path / "one", inputs=inputs)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    assert loaded.generation_config.temperature == 0.3 and "not saved" not in caplog.text
+    # What loading would refuse too.
+    model.generation_config.max_new_tokens = -1
+    save_quantized(model, tmp_path / "two", inputs=inputs)
+    assert "not saved beside the weights: GenerationConfig (ValueError: `max_new_tokens` must be" in caplog.text
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        assert state_of(folder)["layout"] == "packed" and state_of(folder)["proof"]["agrees"] is True
+    assert not (tmp_path / "two" / "generation_config.json").exists() and model.can_generate()
+
+
+def test_arguments_that_cannot_be_saved_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = train(bert(), tmp_path, MoQTrainer)
+    trainer.args.own = lambda: None
+    trainer.save_model(str(tmp_path / "saved"))
+    assert state_of(tmp_path / "saved")["proof"]["agrees"] is True
+    assert f"{tmp_path / 'saved'} has no training_args.bin: PicklingError" in caplog.text.replace(
+        "AttributeError", "PicklingError"
+    )
+    assert not (tmp_path / "saved" / "training_args.bin").exists()

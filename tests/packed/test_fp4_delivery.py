@@ -116,11 +116,13 @@ def test_what_transformers_does_not_load_packed_is_floats_on_the_grid(
     model = saved(tmp_path / "nvfp4", "Mixtral", "nvfp4")
     stored = {name: layer.stored for name, layer in verify_quantized(tmp_path / "nvfp4", model).layers.items()}
     assert {stored[name] for name in stored if "experts" in name} == {"dense"}
-    assert "without experts in FP4 but for MXFP4 in bfloat16" in caplog.text
+    assert "experts are not packed in nvfp4 (model.layers." in caplog.text
     found = verify_quantized(tmp_path / "nvfp4", model, inputs={"input_ids": IDS})
     assert found.proof is not None and found.proof.agrees
     for dtype in (torch.float32, torch.float16):
+        caplog.clear()
         model = saved(tmp_path / str(dtype), "Mixtral", "mxfp4", dtype)
+        assert "experts in mxfp4 are packed in bfloat16 alone (model.layers." in caplog.text
         found = verify_quantized(tmp_path / str(dtype), model)
         assert found.state["layout"] == "unpacked" and found.proof is not None and found.proof.agrees
         assert {layer.stored for name, layer in found.layers.items() if "experts" in name} == {"dense"}

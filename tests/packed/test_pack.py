@@ -118,6 +118,16 @@ def test_packs_the_layout_that_is_asked_for(checkpoint: Path, made: Any, tmp_pat
     assert torch.equal(*logits)
 
 
+def test_a_tokenizer_that_cannot_be_copied_is_a_warning(
+    checkpoint: Path, made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (checkpoint / "vocab.txt").symlink_to(tmp_path / "gone")
+    assert cli.main(["pack", str(checkpoint), str(tmp_path / "out")]) == 0
+    assert "not saved beside the weights: TokenizerFiles (FileNotFoundError" in caplog.text
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    assert_same(tmp_path / "out", made[1])
+
+
 def generating(model: Any) -> Any:
     """A model with a way of its own to generate, which its config does not know."""
     model.generation_config.update(do_sample=True, temperature=0.7, max_new_tokens=8)

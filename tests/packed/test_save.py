@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import version as read_version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,16 @@ from safetensors.torch import load_file, save_file
 from small_files import files_of
 from tables import quant_embeddings
 
-from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, quantizer, save_quantized, verify_quantized
+from moq_hf import (
+    MoQConfig,
+    MoQError,
+    dequantize_model,
+    quantize_model,
+    quantizer,
+    save_quantized,
+    serving,
+    verify_quantized,
+)
 from moq_hf.cli import main
 from moq_hf.grid import Grid, PerChannel, PerGroup
 from moq_hf.model.convert import quant_layers
@@ -167,9 +177,10 @@ def test_layers_above_8_bits_are_dense_on_their_grid_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = mixed(bert(), [12, 4], config_of(12, quantize_algo={"q_type": "asymmetric"}))
+    caplog.clear()
     save_quantized(model, tmp_path)
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert "12 bits: bert.encoder.layer.*.attention.self.query (2)" in warning and "self.key" not in warning
+    assert "packed (bert.encoder.layer.*.attention.self.query (2)" in warning and "self.key" not in warning
     name = "bert.encoder.layer.0.attention.self.query.weight"
     tensors = load_file(tmp_path / "model.safetensors")
     assert torch.equal(tensors[name], model.get_submodule(name[:-7]).quantized_weight())
@@ -474,11 +485,11 @@ def test_a_tensor_that_the_folder_lacks_is_told(tmp_path: Path) -> None:
         verify_quantized(tmp_path / "packed", model)
 
 
-def test_answers_that_are_all_nan_prove_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_answers_that_are_all_nan_prove_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = mixed(bert(), [4], config_of(4))
     model.classifier.bias.data.fill_(torch.nan)
     save_quantized(model, tmp_path / "packed", inputs=IDS)
-    assert "Not verified: all outputs of the model in memory are NaN" in caplog.text
+    assert "Not verified: all outputs of the model in memory are NaN" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("layout", ["packed", "unpacked"])
@@ -486,6 +497,42 @@ def test_a_layout_without_codes_is_that_of_floats(layout: Any, tmp_path: Path) -
     model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2))
     folder = save_quantized(quantize_model(model, config_of(4)), tmp_path / "out", layout=layout)
     assert verify_quantized(folder, model).summary().startswith("Floats on the grid, not packed.")
+
+
+@pytest.mark.parametrize(
+    ("bits", "why"), [(1, "2 bits are the fewest that are packed"), (9, "8 bits are the most that are packed")]
+)
+def test_bits_that_are_not_packed_are_told_before_and_after(
+    bits: int, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = f"every quantized layer is saved as floats on the grid, at full size: {why}"
+    model = quantize_model(bert(), MoQConfig(bits=bits))
+    assert caplog.messages == [f"moq_hf: {told}; the file will be as large as in float"]
+    caplog.clear()
+    save_quantized(model, tmp_path / "out")
+    assert caplog.messages == [f"moq_hf: {told}"]
+    # The same before the first step of a run; of a budget nobody knows it yet.
+    controller = MoQController(bert(), MoQConfig(bits=bits, start_bits=16), 99)
+    assert controller.warnings()[-1] == f"{told}; the file will be as large as in float"
+    budget = MoQConfig(bits={"mean": 3.0, "choices": [1, 4]})  # type: ignore[arg-type]
+    assert told not in "".join(MoQController(bert(), budget, 99).warnings())
+    # What is packed is not named.
+    caplog.clear()
+    save_quantized(quantize_model(bert(), MoQConfig(bits=4, overrides={"pooler": {"bits": bits}})), tmp_path / "one")
+    told = f"these layers are saved as floats on the grid, at full size: {why} (bert.pooler.dense)"
+    assert caplog.messages == [f"moq_hf: {told}"] * 2
+
+
+def test_a_class_whose_weights_are_taken_apart_is_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    model = quantize_model(hf.Dinov2ForImageClassification(hf.Dinov2Config(**sizes)), MoQConfig(bits=4))
+    save_quantized(model, tmp_path / "out")
+    told = "every quantized layer is saved as floats on the grid, at full size: transformers takes the weights of this "
+    assert [text.startswith(f"moq_hf: {told}") for text in caplog.messages] == [True, True]
+    # Who asks for it has no other reason.
+    caplog.clear()
+    save_quantized(quantize_model(bert(), MoQConfig(bits=4)), tmp_path / "floats", layout="floats")
+    assert caplog.messages == [f"moq_hf: {told.partition(': ')[0]}: the layout floats has no codes"]
 
 
 def test_experts_whose_names_in_the_files_are_others(tmp_path: Path) -> None:
@@ -775,7 +822,7 @@ def test_a_blend_is_saved_as_it_was_evaluated(tmp_path: Path, caplog: pytest.Log
     layer = model.bert.pooler.dense
     layer.moq.blend = 0.25
     save_quantized(model, tmp_path)
-    assert "float: bert.pooler.dense" in caplog.text
+    assert "at full size: training ended before they were at their bits (bert.pooler.dense)" in caplog.text
     assert_loads(tmp_path, model)
 
 
@@ -798,15 +845,53 @@ def test_saving_and_the_proof_leave_the_model_and_the_random_numbers_alone(tmp_p
     }
 
 
-def test_inspect_prints_a_table(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(saved)]) == 0
-    layers, _, servers = capsys.readouterr().out.partition("\n\nserved by\n")
-    lines = layers.splitlines()
-    assert servers.split()[:3] == ["transformers", "5.23.0", "yes"]
-    assert lines[0].split() == ["module", "bits", "stored", "scales", "bytes", "before"]
-    assert lines[1].split()[:4] == ["bert.encoder.layer.0.attention.self.query", "8", "packed", "4"]
-    assert lines[-3].startswith("10 quantized layers: ") and lines[-2].startswith("all weights: ")
-    assert re.fullmatch(r"quantized: 9\d\.\d % of the model's [\d,]+ parameters; mean \d\.\d\d bits .*", lines[-1])
+def test_inspect_begins_with_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_quantized(mixed(bert(), [8], config_of(8)), tmp_path, inputs=IDS)
+    capsys.readouterr()
+    # Of the one that is installed, and of the one that saved.
+    monkeypatch.setattr(serving.transformers, "__version__", "5.99.0")
+    assert main(["inspect", str(tmp_path)]) == 0
+    head, layers, servers = capsys.readouterr().out.split("\n\n")
+    lines = head.splitlines()
+    assert lines[0] == "Intact: every tensor is as it was saved, and every weight is on the grid that it declares."
+    version = read_version("transformers")
+    assert lines[1].startswith(f"Saved with transformers {version}. Verified: loaded with plain transformers, ")
+    assert lines[2].startswith("13 quantized layers: ") and lines[3].startswith("all weights: ")
+    assert re.fullmatch(r"quantized: \d\d\.\d % of the model's [\d,]+ parameters; mean \d+\.\d\d bits .*", lines[4])
+    rows = layers.splitlines()
+    assert rows[0].split() == ["module", "bits", "stored", "scales", "bytes", "before"]
+    assert rows[1].split()[:4] == ["bert.encoder.layer.0.attention.self.query", "8", "packed", "4"]
+    assert servers.split()[:5] == ["served", "by", "transformers", "5.99.0", "yes"]
+    assert main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{head}\n"
+
+
+def test_verify_fails_where_something_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_quantized(mixed(bert(), [8], config_of(8)), tmp_path)
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "Saved with transformers" in (told := capsys.readouterr().out)
+    assert "Not verified: nothing was compared. 0." in told
+    proof = {
+        "agrees": False,
+        "examples": 3,
+        "largest_difference": 0.5,
+        "tokens": None,
+        "reason": "outputs differ by 0.5",
+    }
+    state = json.loads((tmp_path / STATE_NAME).read_text())
+    write_state(tmp_path, state | {"proof": proof | {"inputs": None, "dtype": None}})
+    assert main(["verify", str(tmp_path)]) == 2
+    found = capsys.readouterr()
+    assert found.err.endswith(f"{tmp_path}: The saved model is NOT what was evaluated: outputs differ by 0.5\n")
+    assert found.out == "" and main(["inspect", str(tmp_path)]) == 0
+    assert "The saved model is NOT what was evaluated: outputs differ by 0.5." in capsys.readouterr().out
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "classifier.bias": tensors["classifier.bias"] + 1}, tmp_path / "model.safetensors")
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "classifier.bias is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bits", [12, 15])
@@ -822,16 +907,23 @@ def test_rounded_codes_of_a_half_model_are_on_their_grid(bits: int, tmp_path: Pa
     assert verify_quantized(tmp_path, body).layers["encoder.layer.0.output.dense"].bits == bits
 
 
-def test_a_class_whose_weights_are_taken_apart_while_loading_is_saved_as_floats(tmp_path: Path) -> None:
-    """Also where nothing is compared: DINOv2's files have two matrices in one."""
-    config = hf.Dinov2Config(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=8
-    )
-    model = quantize_model(hf.Dinov2Model(config), config_of(4)).eval()
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("cls", [hf.Dinov2Model, hf.Dinov2WithRegistersModel])
+def test_a_class_whose_weights_are_taken_apart_while_loading_is_saved_as_floats(
+    cls: Any, gated: bool, tmp_path: Path
+) -> None:
+    """Also where nothing is compared: DINOv2's files have two matrices in one, which both are quantized if gated."""
+    config = cls.config_class(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=8,
+        use_swiglu_ffn=gated,
+    )  # fmt: skip
+    model = quantize_model(cls(config), config_of(4)).eval()
+    assert ("encoder.layer.0.mlp.gate_proj" in quant_layers(model)) == gated
     save_quantized(model, tmp_path / "found")
     pictures = torch.randn(2, 3, 16, 16)
-    loaded = hf.Dinov2Model.from_pretrained(tmp_path / "found")
+    loaded = cls.from_pretrained(tmp_path / "found")
     assert torch.equal(loaded(pictures).last_hidden_state, model(pictures).last_hidden_state)
+    assert verify_quantized(tmp_path / "found", loaded).layers.keys() == quant_layers(model).keys()
     for layout in ("packed", "unpacked"):
         with pytest.raises(MoQError, match=f"in the layout {layout}: leave layout out"):
             save_quantized(model, tmp_path / layout, layout=layout)

@@ -1,5 +1,6 @@
 """One table that is embedding and output head: quantized once, stored once, loaded by plain transformers."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from model_zoo import Stranger
 from safetensors.torch import load_file
 from stranger import outputs_of, tied_weights
 from tables import quant_embeddings
+from torch import nn
 from transformers import Trainer, set_seed
 
 from moq_hf import MoQCallback, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf.config import MoQConfig
 from moq_hf.errors import MoQError
+from moq_hf.export.floats import export_floats
 from moq_hf.model.convert import quant_layers
+from moq_hf.packed.pack import pack_checkpoint
+from moq_hf.packed.save import SaveOptions, _Saving
 from moq_hf.packed.verify import stored_weights
 from moq_hf.training.controller import MoQController
 
@@ -307,3 +312,115 @@ def test_a_model_whose_table_alone_is_quantized_is_saved(tmp_path: Path, strange
         in card
     )
     assert "quantization-aware-training" not in card
+
+
+PICTURES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+OTHERS: dict[str, Callable[[], Any]] = {
+    # It scales what its head takes where the config ties it, so that no other config is its own.
+    "Switch": lambda: t.SwitchTransformersForConditionalGeneration(
+        t.SwitchTransformersConfig(
+            vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2,
+            num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_heads=4, num_experts=2,
+            decoder_start_token_id=0,
+        )
+    ),
+    "Llava": lambda: t.LlavaForConditionalGeneration(
+        t.LlavaConfig(
+            text_config=t.LlamaConfig(**SIZES, **HEADS, **ENDS),
+            vision_config=t.CLIPVisionConfig(**PICTURES, intermediate_size=64),
+            image_token_index=2, tie_word_embeddings=True,
+        )
+    ),
+}  # fmt: skip
+
+
+def untied(family: str) -> Any:
+    """A model whose config ties the head, which has a weight of its own by now."""
+    set_seed(0)
+    model = (OTHERS[family] if family in OTHERS else FAMILIES[family][0])().eval()
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(1.5 * head.weight.detach())
+    return model
+
+
+def says_tied(folder: Path) -> list[bool]:
+    """What `config.json` says of the model and of its parts."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    parts = [config, config.get("text_config", {})]
+    return [part["tie_word_embeddings"] for part in parts if "tie_word_embeddings" in part]
+
+
+@pytest.mark.parametrize("more", [{}, {"quantize_heads": True, "quantize_embeddings": 4}], ids=["floats", "codes"])
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_a_config_does_not_tie_what_the_files_hold_twice(
+    family: str, more: dict[str, Any], tmp_path: Path, stranger: Stranger
+) -> None:
+    model = quantize_model(untied(family), config_of(**more))
+    before = model.config.tie_word_embeddings
+    save_quantized(model, tmp_path / "saved", inputs=batch_of(model))
+    proof = verify_quantized(tmp_path / "saved", model).proof
+    assert proof is not None and proof.agrees and before and model.config.tie_word_embeddings
+    assert set(says_tied(tmp_path / "saved")) == {family == "Switch"}
+    assert loads(model, tmp_path / "saved", stranger)["equal"] is True
+    out = export_floats(tmp_path / "saved", tmp_path / "floats")
+    assert set(says_tied(out)) == {family == "Switch"}
+    exported = type(model).from_pretrained(out)
+    expected = outputs_of(model, batch_of(model))
+    torch.testing.assert_close(outputs_of(exported, batch_of(model)), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["packed", "unpacked", "floats", "gemma"])
+def test_every_layout_says_that_nothing_is_tied(layout: Any, tmp_path: Path) -> None:
+    model = quantize_model(untied("Llama"), config_of(quantize_heads=True, quantize_embeddings=8))
+    save_quantized(model, tmp_path, inputs=batch_of(model), layout=layout)
+    proof = verify_quantized(tmp_path, model).proof
+    assert proof is not None and proof.agrees and says_tied(tmp_path) == [False]
+
+
+@pytest.mark.parametrize("family", ["Llama", "BERT", "BART"])
+def test_what_is_one_in_memory_and_not_tied_by_the_config_is_stored_twice(
+    family: str, tmp_path: Path, stranger: Stranger
+) -> None:
+    set_seed(0)
+    cls = type(made(family))
+    model = cls(cls.config_class.from_dict({**made(family).config.to_dict(), "tie_word_embeddings": False})).eval()
+    model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    quantize_model(model, config_of())
+    save_quantized(model, tmp_path, inputs=batch_of(model))
+    proof = verify_quantized(tmp_path, model).proof
+    assert proof is not None and proof.agrees and says_tied(tmp_path) == [False]
+    assert loads(model, tmp_path, stranger)["equal"] is True
+
+
+@pytest.mark.parametrize("family", ["Llama", "T5"])
+def test_a_checkpoint_of_two_tables_is_packed_and_saved_by_hand_as_two(family: str, tmp_path: Path) -> None:
+    ids = torch.randint(3, WORDS, (16, 8), generator=torch.Generator().manual_seed(1))
+    arguments = t.TrainingArguments(
+        str(tmp_path), max_steps=2, save_steps=2, learning_rate=1e-2, use_cpu=True, disable_tqdm=True, report_to=[]
+    )
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    model = untied(family)
+    Trainer(model, arguments, train_dataset=data, callbacks=[MoQCallback(config_of())]).train()
+    pack_checkpoint(tmp_path / "checkpoint-2", tmp_path / "packed")
+    _Saving(model, tmp_path / "hand", SaveOptions()).save_by_hand("for the test")
+    expected = outputs_of(model, batch_of(model))
+    for folder in ("quantized", "packed", "hand"):
+        assert says_tied(tmp_path / folder) == [False]
+        loaded = type(model).from_pretrained(tmp_path / folder)
+        assert all(map(torch.equal, outputs_of(loaded, batch_of(model)), expected))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(("family", "adapted", "own"), [("Llama", "q_proj", "lm_head"), ("BERT", "query", "decoder")])
+def test_a_head_that_merged_lora_has_trained_as_a_whole(family: str, adapted: str, own: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=[adapted], modules_to_save=[own])
+    model = quantize_model(peft.get_peft_model(made(family), config), {**config_of(), "lora": "merged"})
+    with torch.no_grad():
+        model.get_base_model().get_output_embeddings().modules_to_save["default"].weight.mul_(1.5)
+    base = model.get_base_model()
+    save_quantized(model, tmp_path, inputs=batch_of(base))
+    found = verify_quantized(tmp_path)
+    assert found.proof is not None and found.proof.agrees and found.state["layout"] == "packed"
+    assert says_tied(tmp_path) == [False] and base.config.tie_word_embeddings

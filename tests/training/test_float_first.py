@@ -19,6 +19,7 @@ from transformers import (
     CLIPModel,
     EarlyStoppingCallback,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 from transformers.trainer_utils import HPSearchBackend
@@ -168,6 +169,74 @@ def test_no_mean_of_the_loss_is_of_both_phases(tmp_path: Path) -> None:
         (10, False, True),
         (15, False, True),
     ]
+
+
+class Log(TrainerCallback):
+    """What a callback is given to log, in its order."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.seen.append({**logs, "step": state.global_step})
+
+
+@pytest.mark.parametrize("has_teacher", [True, False], ids=["float_first", "offset"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"logging_steps": 1},
+        {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4},
+        {"logging_steps": 10, "eval_strategy": "steps", "eval_steps": 4},
+        # A run of two epochs, the first of which is in float.
+        {"logging_strategy": "epoch", "per_device_train_batch_size": 8},
+        {"logging_strategy": "no"},
+    ],
+    ids=["each step", "with an evaluation", "seldom", "epochs", "none"],
+)
+def test_the_float_phase_is_logged_before_the_quantized_one(
+    more: dict[str, Any], has_teacher: bool, tmp_path: Path
+) -> None:
+    """By every callback, and in the history, with the checkpoint of the step."""
+    log = Log()
+    more = {"max_steps": 8, **more}
+    if has_teacher:
+        trainer: Trainer = float_first(tmp_path, {"bits": 2}, trainer={"callbacks": [log]}, **more)
+    else:
+        callbacks = [MoQCallback(bits=2, offset=4), log]
+        trainer = Trainer(
+            new_model(), arguments(tmp_path, **more), train_dataset=rows(32), eval_dataset=rows(8), callbacks=callbacks
+        )
+    trainer.train()
+    saved = tmp_path / "checkpoint-4" / "trainer_state.json"
+    histories = [log.seen, trainer.state.log_history]
+    if saved.is_file():
+        histories.append(json.loads(saved.read_text(encoding="utf-8"))["log_history"])
+    for history in histories:
+        bits = [(entry["step"], entry["moq/bits"]) for entry in history if "moq/bits" in entry]
+        assert bits == sorted(bits, key=lambda each: (each[0], -each[1])) and (4, 2.0) in bits
+        # The first entry of the quantized phase is the switch, which has no loss.
+        begins = next(i for i, entry in enumerate(history) if entry.get("moq/bits") == 2)
+        assert history[begins]["step"] == 4 and "loss" not in history[begins]
+        evaluated = [i for i, entry in enumerate(history) if "eval_loss" in entry]
+        assert all(i > begins for i in evaluated)
+    assert [callback for callback in trainer.callback_handler.callbacks if "After" in type(callback).__name__] == []
+
+
+def test_a_switch_is_logged_where_the_loss_has_another_name(tmp_path: Path) -> None:
+    """Some Trainers log in a way of their own."""
+
+    class Renaming(Trainer):
+        def log(self, logs: dict[str, float], *args: Any, **more: Any) -> None:
+            super().log({name.replace("loss", "cost"): value for name, value in logs.items()}, *args, **more)
+
+    log = Log()
+    callbacks = [MoQCallback(bits=2, offset=4), log]
+    trainer = Renaming(new_model(), arguments(tmp_path, max_steps=8), train_dataset=rows(32), callbacks=callbacks)
+    trainer.train()
+    steps = [entry["step"] for entry in log.seen]
+    assert steps == sorted(steps)
+    assert [entry["step"] for entry in log.seen if "moq/bits" in entry] == [4]
 
 
 # What the lines of a run with a float phase start with, in their order.

@@ -178,6 +178,32 @@ def test_a_dense_module_stays_in_float_and_is_kept(tmp_path: Path, alone: Any) -
 
 
 @noisy
+def test_a_tokenizer_that_cannot_be_saved_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = encoder(tmp_path)
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no such vocabulary")
+
+    model[0].processor.save_pretrained = save
+    pairs = {"one": TEXTS, "two": TEXTS[::-1]}
+    loss = losses.MultipleNegativesRankingLoss(model)
+    callback = train("SentenceTransformer", model, tmp_path / "run", pairs, loss)
+    assert callback.delivered is not None
+    folder = callback.delivered.path
+    state = json.loads((folder / "moq_state.json").read_text(encoding="utf-8"))
+    assert state["layout"] == "unpacked" and not state["by_hand"] and state["proof"]["agrees"] is None
+    assert "loads no folder without a tokenizer" in callback.delivered.summary
+    assert caplog.text.count("not saved beside the weights: TokenizersBackend (OSError: no such vocabulary)") == 1
+    assert (folder / "modules.json").is_file() and not (folder / "tokenizer.json").exists()
+    # What the quantized model has of its own, to tell of float weights.
+    assert vars(model[0].auto_model)["save_pretrained"].model is model[0].auto_model
+    assert model[0].processor.save_pretrained is save
+    # The weights are all there.
+    found = hf.AutoModel.from_pretrained(folder)
+    assert found.get_input_embeddings().weight.equal(model[0].auto_model.get_input_embeddings().quantized_weight())
+
+
+@noisy
 def test_a_reranker(tmp_path: Path, alone: Any) -> None:
     folder = body(tmp_path / "body", hf.BertForSequenceClassification, num_labels=1)
     model = library.CrossEncoder(folder, device="cpu")

@@ -1,0 +1,198 @@
+"""`quantize_model`: a finished model at its target bits, rounded to the nearest or by what examples show."""
+
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+
+from .config import MoQConfig
+from .errors import MoQError, explained
+from .inputs import InputObserver, update_ranges
+from .model.convert import check_finite, dequantize_model, prepare_model
+from .model.selection import take_inventory
+from .model.sizes import ModelSizes
+from .processes import is_apart
+from .quant_linear import QuantLayer, inputs_of
+from .schedule import FLOAT_BITS
+from .training.gptq import can_round, round_weights
+from .training.measuring import eager, evaluating, repeatable
+from .training.samples import Batch, check_batch, first_batches, rows_of
+
+logger = logging.getLogger(__name__)
+
+
+def quantize_model(
+    model: nn.Module,
+    config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    inputs: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    **keywords: Any,
+) -> nn.Module:
+    """Make the linear layers of `model`, and what else the config names, quantized ones, at their target bits.
+
+    Changes the model in place. `start_bits` is for a Trainer, which lowers the bits as
+    it trains. Layers that the config leaves out are plain float layers afterwards, also
+    if an earlier call quantized them. With `enabled: false` that is all of them.
+
+    With `gptq` linear layers, frozen ones too, are rounded by GPTQ for the inputs that
+    they have in as many examples of `inputs`; the float weights are then rounded ones.
+    With static `activation_quantization` the range of a layer's inputs is the largest
+    magnitude in `inputs`; without them it is that of each call, until training sets it.
+
+    In a loop without a callback each call of `model.train()` counts as an optimizer
+    step, as before each step of a Trainer: stochastic rounding draws anew, ranges of
+    inputs take over what they saw, and every `scale_refresh` steps the clipping ratios
+    are searched again. `load_state_dict` searches them too, and so does calling this
+    once more.
+
+    Args:
+        model: Any module.
+        config: A preset's name, a `MoQConfig`, a mapping or the path of a JSON file;
+            None: the keywords say it all.
+        inputs: Examples for `gptq` and for static `activation_quantization`: a batch as
+            the model's forward pass takes it, or an iterable of batches, a `DataLoader`
+            for instance, of which `gptq` reads no more than it needs.
+        **keywords: Those of `MoQConfig`, which go before what `config` says.
+
+    Returns:
+        The model.
+
+    Raises:
+        MoQError: Nothing to quantize, a budget (which only training can choose bits
+            for), a name in `modules_to_not_convert` that matches nothing, groups that
+            do not divide a layer's weight, weights that FSDP1 or tensor parallelism
+            took apart, NaN or Inf in a weight; `gptq` without as many examples or
+            without a linear layer to round, `inputs` that the config does not need or
+            the model cannot answer. The model is a float one then.
+        MoQConfigError: The config is wrong.
+
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    >>> layer = quantize_model(model, bits=2, modules_to_not_convert=["1"])[0]
+    >>> len(layer.quantized_weight()[0].unique()) <= 4
+    True
+    """
+    config = MoQConfig.load(config, **keywords)
+    if config.budget is not None:
+        raise MoQError(
+            "quantize_bits.target_bits: bits under a budget are chosen while a Trainer trains; give a number"
+        )
+    batches = _batches(inputs, config) if config.enabled else []
+    inventory = take_inventory(model, config)
+    layers, embeddings = prepare_model(inventory, config)
+    for name, layer in layers.items():
+        layer.set_bits(config.of(name).targets[0])
+    for table in embeddings.values():
+        table.moq.bits = inventory.table_bits or FLOAT_BITS
+    try:
+        check_finite({**layers, **embeddings})
+        if batches:
+            _learn_from(batches, inventory.model, layers, config)
+    except MoQError:
+        dequantize_model(model, weights="float")
+        raise
+    note = ModelSizes(inventory, {**layers, **embeddings}).at_full_size(config)
+    if note is not None:
+        logger.warning("moq_hf: %s", note)
+    return model
+
+
+def _batches(
+    inputs: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None, config: MoQConfig
+) -> list[Batch]:
+    """The batches that the config needs.
+
+    Raises:
+        MoQError: It needs more, or none at all; or they are no batches.
+    """
+    wanted = config.gptq
+    if inputs is None:
+        if wanted:
+            raise MoQError(
+                f"quantize_algo.gptq: GPTQ rounds by examples: give {wanted} of them to quantize_model as inputs=, a "
+                "batch as the model's forward pass takes it or several, or leave gptq out"
+            )
+        return []
+    if not wanted and not _has_ranges(config):
+        raise MoQError(
+            "inputs: nothing is done with them: they are for gptq and for static activation_quantization, and the "
+            "config has neither"
+        )
+    is_one = isinstance(inputs, Mapping | str | Tensor) or not isinstance(
+        inputs, Iterable
+    )
+    given = cast(Iterable[Any], [inputs] if is_one else inputs)
+    with repeatable():
+        batches = first_batches(given, wanted or math.inf)
+    for batch in batches:
+        check_batch(batch)
+    count = sum(map(rows_of, batches))
+    if count < max(wanted, 1):
+        less = f", or set gptq to {count}" if count else ""
+        raise MoQError(
+            f"inputs hold {count} examples, and quantize_algo.gptq asks for {wanted}: give as many{less}"
+            if wanted
+            else "inputs hold no example"
+        )
+    return batches
+
+
+def _has_ranges(config: MoQConfig) -> bool:
+    return config.activations.enabled and config.activations.scale == "static"
+
+
+def _learn_from(
+    batches: list[Batch],
+    model: nn.Module,
+    layers: Mapping[str, QuantLayer],
+    config: MoQConfig,
+) -> None:
+    """Round weights, and set the ranges of inputs, by what the layers get in these batches.
+
+    Raises:
+        MoQError: The model cannot answer them, or no weight can be rounded so.
+    """
+    device = next(model.parameters()).device
+
+    def run(model: nn.Module, batch: Batch) -> None:
+        model(**recursively_apply(lambda tensor: tensor.to(device), dict(batch)))
+
+    def run_all() -> None:
+        with explained(
+            "inputs: the model cannot answer them; give a batch as its forward pass takes it"
+        ):
+            for batch in batches:
+                run(model, batch)
+
+    # Ranges and rounded weights outlive a pass.
+    with evaluating(model), eager(), torch.inference_mode(False):
+        if config.gptq:
+            rounded = can_round(layers.values())
+            if not rounded or any(is_apart(layer.float_weight) for layer in rounded):
+                raise MoQError(
+                    "quantize_algo.gptq: it rounds linear layers whose weights are in this process, and there is none; "
+                    "leave gptq out"
+                )
+            # What is wrong with a batch comes before any weight is changed.
+            run_all()
+            round_weights(model, rounded, batches, run)
+        if _has_ranges(config):
+            observers = inputs_of(layers)
+            handles = [
+                layers[name].register_forward_pre_hook(_observe) for name in observers
+            ]
+            try:
+                run_all()
+            finally:
+                for handle in handles:
+                    handle.remove()
+            update_ranges(observers.values())
+
+
+def _observe(layer: nn.Module, args: tuple[Any, ...]) -> None:
+    observer = cast(InputObserver, cast(QuantLayer, layer).moq.inputs)
+    observer.quantize(args[0], training=True)

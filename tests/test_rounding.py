@@ -1,0 +1,134 @@
+"""`quantize_model` with examples: GPTQ, ranges of inputs, the same keywords as everywhere, and what it refuses."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import BatchEncoding
+
+from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model
+from moq_hf.model.convert import quant_layers
+
+STATIC = {"activation_quantization": {"enabled": True}}
+Batch = dict[str, Tensor]
+
+
+def error_of(model: nn.Module, float_model: nn.Module, batch: Batch) -> float:
+    with torch.no_grad():
+        return float((model.eval()(**batch).logits - float_model.eval()(**batch).logits).square().mean())
+
+
+def in_rows(batch: Batch) -> DataLoader[Batch]:
+    rows: Any = [{name: tensor[i] for name, tensor in batch.items()} for i in range(8)]
+    return DataLoader(rows, batch_size=3)
+
+
+def lazily(batch: Batch) -> Iterator[Batch]:
+    yield from in_rows(batch)
+
+
+@pytest.mark.parametrize("given", [dict, BatchEncoding, in_rows, lazily])
+@pytest.mark.parametrize("trains", [True, False])
+def test_gptq_rounds_by_the_examples_that_are_given(
+    given: Callable[[Batch], Any], trains: bool, tiny_bert: nn.Module, tiny_batch: Batch
+) -> None:
+    plain = quantize_model(copy.deepcopy(tiny_bert), "w2")
+    model = copy.deepcopy(tiny_bert).requires_grad_(trains)
+    random = torch.get_rng_state()
+    assert quantize_model(model, "w2", gptq=8, inputs=given(tiny_batch)) is model
+    assert torch.equal(torch.get_rng_state(), random) and model.training
+    assert error_of(model, tiny_bert, tiny_batch) < 0.5 * error_of(plain, tiny_bert, tiny_batch)
+    layers = quant_layers(model)
+    start = dict(tiny_bert.named_parameters())
+    assert all(not torch.equal(layer.float_weight, start[f"{name}.weight"]) for name, layer in layers.items())
+    assert all(parameter.requires_grad is trains for parameter in model.parameters())
+
+
+def test_no_more_examples_are_read_than_the_config_asks_for(tiny_bert: nn.Module, tiny_batch: Batch) -> None:
+    read = []
+
+    def endless() -> Any:
+        while True:
+            read.append(tiny_batch)
+            yield tiny_batch
+
+    quantize_model(tiny_bert, MoQConfig.load("w4", gptq=9), inputs=endless())
+    assert len(read) == 2
+
+
+@pytest.mark.parametrize("more", [{}, {"gptq": 8}])
+def test_static_ranges_are_the_largest_magnitudes_of_the_examples(
+    more: dict[str, Any], tiny_bert: nn.Module, tiny_batch: Batch
+) -> None:
+    quantize_model(tiny_bert, "w8", inputs=in_rows(tiny_batch), **STATIC, **more)
+    layers = quant_layers(tiny_bert)
+    seen: dict[str, Tensor] = {}
+    name = "bert.encoder.layer.0.attention.self.query"
+    layers[name].register_forward_pre_hook(lambda _, args: seen.update({name: args[0].detach().abs().amax()}))
+    ranges = {name: layer.moq.inputs.range.item() for name, layer in layers.items() if layer.moq.inputs is not None}
+    tiny_bert.eval()(**tiny_batch)
+    assert ranges.keys() == layers.keys() and ranges[name] == pytest.approx(float(seen[name]))
+    # Training goes on from them.
+    tiny_bert.train()
+    assert layers[name].moq.inputs is not None and float(layers[name].moq.inputs.range) == ranges[name]
+
+
+def test_keywords_are_those_of_a_config(tiny_bert: nn.Module) -> None:
+    quantize_model(tiny_bert, bits=3, group_size=8)
+    by_keywords = {name: layer.quantized_weight() for name, layer in quant_layers(tiny_bert).items()}
+    dequantize_model(tiny_bert, weights="float")
+    quantize_model(tiny_bert, MoQConfig(bits=3, group_size=8))
+    assert all(torch.equal(by_keywords[name], x.quantized_weight()) for name, x in quant_layers(tiny_bert).items())
+    quantize_model(tiny_bert, "w4", embeddings=None)
+    assert {layer.moq.bits for layer in quant_layers(tiny_bert).values()} == {4}
+
+
+WANTED = r'as in tokenizer\(text, return_tensors="pt"\)'
+IDS = torch.ones(2, 4, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "more", "message"),
+    [
+        (None, {"gptq": 64}, "quantize_algo.gptq: GPTQ rounds by examples: give 64 of them .* as inputs="),
+        ({"input_ids": IDS}, {"gptq": 3}, "hold 2 examples, and quantize_algo.gptq asks for 3: .* set gptq to 2"),
+        ([], {"gptq": 3}, "hold 0 examples, and quantize_algo.gptq asks for 3: give as many$"),
+        ([], STATIC, "inputs hold no example$"),
+        ({"input_ids": IDS}, {}, "inputs: nothing is done with them: they are for gptq and for static"),
+        ("hi there", {"gptq": 2}, f"{WANTED}; got str"),
+        (IDS, {"gptq": 2}, f"{WANTED}; got Tensor"),
+        (7, {"gptq": 1}, f"{WANTED}; got int"),
+        ([(IDS, IDS)], {"gptq": 1}, f"{WANTED}; got tuple"),
+        ({"input_ids": [[1, 2]]}, {"gptq": 1}, f"{WANTED}: input_ids is a list"),
+        ({"input_ids": [[1, 2]]}, STATIC, f"{WANTED}: input_ids is a list"),
+        ({}, {"gptq": 1}, f"{WANTED}: they are empty"),
+        ({"pixels": IDS}, {"gptq": 2}, "the model cannot answer them; give a batch as its forward pass takes it"),
+        ({"pixels": IDS}, STATIC, "the model cannot answer them; give a batch as its forward pass takes it"),
+    ],
+)
+def test_wrong_inputs_are_one_error_that_leaves_the_model_as_it_was(
+    inputs: Any, more: dict[str, Any], message: str, tiny_bert: nn.Module
+) -> None:
+    before = {name: tensor.clone() for name, tensor in tiny_bert.state_dict().items()}
+    with pytest.raises(MoQError, match=message):
+        quantize_model(tiny_bert, "w4", inputs=inputs, **more)
+    assert not quant_layers(tiny_bert)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tiny_bert.state_dict().items())
+
+
+def test_gptq_without_a_linear_layer_is_an_error() -> None:
+    model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.Conv1d(8, 8, 3))
+    inputs = {"input": torch.ones(2, 4, 9)}
+    with pytest.raises(MoQError, match=r"quantize_algo.gptq: it rounds linear layers .*, and there is none"):
+        quantize_model(model, bits=4, quantize_convolutions=True, gptq=2, inputs=inputs)
+    assert not quant_layers(model)
+
+
+def test_what_is_switched_off_needs_no_examples(tiny_bert: nn.Module, tiny_batch: Batch) -> None:
+    for inputs in (None, tiny_batch):
+        quantize_model(tiny_bert, "w4", enabled=False, gptq=8, inputs=inputs)
+        assert not quant_layers(tiny_bert)
