@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from .config import MoQConfig
 from .errors import MoQError, explained
 from .inputs import InputObserver, update_ranges
+from .layer_state import makes_state
 from .model.convert import check_finite, dequantize_model, prepare_model
 from .model.selection import take_inventory
 from .model.sizes import ModelSizes
@@ -145,6 +145,7 @@ def _has_ranges(config: MoQConfig) -> bool:
     return config.activations.enabled and config.activations.scale == "static"
 
 
+@makes_state
 def _learn_from(
     batches: list[Batch],
     model: nn.Module,
@@ -168,8 +169,7 @@ def _learn_from(
             for batch in batches:
                 run(model, batch)
 
-    # Ranges and rounded weights outlive a pass.
-    with evaluating(model), eager(), torch.inference_mode(False):
+    with evaluating(model), eager():
         if config.gptq:
             rounded = can_round(layers.values())
             if not rounded or any(is_apart(layer.float_weight) for layer in rounded):

@@ -48,6 +48,16 @@ def test_gptq_rounds_by_the_examples_that_are_given(
     assert all(parameter.requires_grad is trains for parameter in model.parameters())
 
 
+def test_in_inference_mode_the_examples_do_the_same(tiny_bert: nn.Module, tiny_batch: Batch) -> None:
+    other = copy.deepcopy(tiny_bert)
+    quantize_model(other, "w4", gptq=8, inputs=tiny_batch, **STATIC)
+    with torch.inference_mode():
+        quantize_model(tiny_bert, "w4", gptq=8, inputs=tiny_batch, **STATIC)
+    assert all(map(torch.equal, tiny_bert.parameters(), other.parameters()))
+    for _ in range(2):
+        tiny_bert.train()(**tiny_batch).logits.sum().backward()
+
+
 def test_no_more_examples_are_read_than_the_config_asks_for(tiny_bert: nn.Module, tiny_batch: Batch) -> None:
     read = []
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from transformers.pytorch_utils import Conv1D
 
 from ..config import MoQConfig
@@ -39,8 +38,6 @@ CONVOLUTIONS = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
-# Why a layer of PyTorch that finds out its sizes by itself cannot be quantized yet.
-LAZY = "no weight before its first call"
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 # How embedding tables are quantized, whatever the config says of linear layers; those
 # of few bits may have their groups and range.
@@ -326,8 +323,6 @@ def unfit(weight: Tensor) -> str | None:
     >>> unfit(torch.ones(2, 2).to_sparse()), unfit(torch.ones(2, 2, dtype=torch.uint8))
     ('a weight in the layout sparse_coo', 'a weight of uint8')
     """
-    if is_lazy(weight):
-        return LAZY
     if weight.dtype not in _FLOATS:
         return f"a weight of {dtype_name(weight.dtype)}"
     if weight.is_nested or weight.layout != torch.strided:

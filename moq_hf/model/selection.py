@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -33,7 +34,6 @@ from ..seams.transformers import (
 from ..serving import REQUIRED, check_served
 from .inventory import (
     CONVOLUTIONS,
-    LAZY,
     LINEARS,
     Inventory,
     Layer,
@@ -66,6 +66,11 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
             "the model comes from a packed checkpoint: call moq_hf.dequantize_model(model) before training it"
         )
     check_supported(inventory.model)
+    lazy = [name for name, parameter in inventory.parameters() if is_lazy(parameter)]
+    if lazy:
+        raise MoQError(
+            f"{shortened(lazy)}: no shape before the first call: call the model once before it is quantized"
+        )
     experts = select_experts(inventory, config)
     layers, left_out = select_layers(inventory, config, bool(experts))
     inventory = replace(inventory, **_tables(inventory, config))
@@ -470,13 +475,9 @@ def _check_fit(weights: Mapping[str, Tensor | None]) -> None:
     if not wrong:
         return
     told = [f"{shortened(names)} ({reason})" for reason, names in wrong.items()]
-    ways = ["name the layers in modules_to_not_convert"]
-    if wrong.keys() - {LAZY}:
-        ways.insert(0, "start from a model in float32, bfloat16 or float16")
-    if LAZY in wrong:
-        ways.insert(0, "call the model once first")
     raise MoQError(
-        f"these layers cannot be quantized: {'; '.join(told)}: {', or '.join(ways)}"
+        f"these layers cannot be quantized: {'; '.join(told)}: start from a model in float32, bfloat16 or float16, or "
+        "name the layers in modules_to_not_convert"
     )
 
 

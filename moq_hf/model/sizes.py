@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
 from ..config import MoQConfig
@@ -105,9 +104,6 @@ class ModelSizes:
         quantized: Those that are weights of `layers`, at whatever bits they are now.
         left: The counts of each embedding table, convolution and parameter of experts
             that is not quantized, by what it is.
-
-    Raises:
-        MoQError: A parameter has no shape yet.
     """
 
     def __init__(self, inventory: Inventory, layers: Mapping[str, QuantLayer]) -> None:
@@ -125,10 +121,6 @@ class ModelSizes:
             if left or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            if is_lazy(parameter):
-                raise MoQError(
-                    f"{name} has no shape before its layer's first call: call the model once first"
-                )
             count = shape_of(parameter).numel()
             full = 8 * parameter.element_size()
             if id(parameter) in owners:
