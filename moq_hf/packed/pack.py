@@ -116,6 +116,7 @@ class TokenizerFiles:
     folder: Path
 
     def save_pretrained(self, folder: Path) -> None:
+        """Copy them into a folder."""
         copy_tokenizer(self.folder, folder)
 
 
