@@ -858,18 +858,19 @@ def without_start(config: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         config: What `adapter_config.json` holds.
 
-    Relies on: `init_lora_weights` and `init_weights`, and the names of the configs that
-    LoRA's starts have.
+    Relies on: `init_lora_weights` and `init_weights`, the names of the configs that
+    LoRA's starts have, and those of what prompts start with, a tokenizer among it.
     Breaks: PiSSA and its like would take their part out of the delivered base again.
     """
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
+    start = re.compile(r"init(_lora)?_weights|prompt_tuning_init\w*|tokenizer_\w+")
     settings = {"corda_config", "eva_config", "loftq_config", "lora_ga_config"}
     found = {key: value for key, value in config.items() if key not in settings}
     if config["peft_type"] != "MISS":
         kind = PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]]
         for field in dataclasses.fields(kind):
-            if field.name in {"init_lora_weights", "init_weights"} & found.keys():
+            if start.fullmatch(field.name) and field.name in found:
                 found[field.name] = field.default
     return found
 

@@ -408,6 +408,9 @@ def test_no_setting_of_a_start_is_left() -> None:
     config = without_start({"peft_type": "LORA", "init_lora_weights": "loftq", **settings})
     assert config == {"peft_type": "LORA", "init_lora_weights": True, "r": 2}
     assert without_start({"peft_type": "HIRA", "init_weights": "gaussian"})["init_weights"] is True
+    text = {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "one", "tokenizer_name_or_path": "/home/me"}
+    config = json.loads(json.dumps(without_start({"peft_type": "PROMPT_TUNING", **text})))
+    assert [config[key] for key in text] == ["RANDOM", None, None]
     for name in ("loftq", "lora_ga", "corda"):
         adapter = SimpleNamespace(init_lora_weights=name)
         model = SimpleNamespace(peft_config={"one": peft.IA3Config(), "two": adapter})
