@@ -14,6 +14,7 @@ from .seams.transformers import (
     CHECKPOINTED,
     COMPILED,
     ORIGINAL,
+    PROMPTS,
     TRAINED_COPIES,
     called_part,
     is_peft,
@@ -102,6 +103,7 @@ def adapters(model: nn.Module, merged: bool = False) -> list[str]:
 
     They lie beside the `base_layer` that they adapt, or are copies to be trained of an
     `original_module`; if adapters are merged, it is the original that is not delivered.
+    Prompts lie beside the whole base.
 
     Args:
         model: With what PEFT has put into it.
@@ -116,9 +118,11 @@ def adapters(model: nn.Module, merged: bool = False) -> list[str]:
             every = [ORIGINAL, *copies]
         elif ADAPTED in parts and is_peft(module):
             kept, every = ADAPTED, [*parts]
+        elif PROMPTS in parts and hasattr(module, "peft_config"):
+            kept, every = "", [PROMPTS]
         else:
             continue
-        names += [f"{name}.{part}" for part in every if part != kept]
+        names += [f"{name}.{part}".lstrip(".") for part in every if part != kept]
     return names
 
 

@@ -104,7 +104,16 @@ ELSEWHERE = {
     "training/test_plan_in_training.py": ["add_notebook_column", "call_first", "is_reporter", "tell_of_saves"],
     "training/test_precision.py": ["loss_scale"],
     "training/test_resume.py": ["callback_states", "checkpoint_folder", "train_no_more_than_asked"],
-    "training/test_tasks.py": ["has_dora", "is_its_own_reference", "is_peft", "trains_tokens"],
+    "training/test_tasks.py": [
+        "PROMPTS",
+        "factors_base",
+        "has_dora",
+        "is_its_own_reference",
+        "is_peft",
+        "start_in_base",
+        "trains_tokens",
+        "without_start",
+    ],
 }
 
 

@@ -26,6 +26,7 @@ from ..quant_experts import experts_parameters, matrix_of
 from ..seams.transformers import (
     ADAPTED,
     active_lora,
+    factors_base,
     has_adapter,
     has_dora,
     lora_fault,
@@ -485,7 +486,7 @@ def _check_adapters(inventory: Inventory) -> None:
     """Refuse adapters with which something else would be delivered than what was trained.
 
     DoRA that is not merged takes the norm of the float weight in training, and of the
-    quantized one after loading.
+    quantized one after loading; a few other tuners take its factors.
 
     Raises:
         MoQError: There are such adapters, or none where they are to be merged; names the
@@ -515,8 +516,7 @@ def _check_adapters(inventory: Inventory) -> None:
         name = f"{wrapper_name}.{ADAPTED}"
         fault = None
         if not inventory.merged:
-            if name in quantized and has_dora(wrapper):
-                fault = 'DoRA on quantized layers would compute something else after loading: set "lora": "merged"'
+            fault = _why_not_beside(wrapper) if name in quantized else None
         elif not (fault := lora_fault(wrapper)):
             if name not in quantized:
                 fault = "cannot be merged into what stays in float: quantize it, or take it out of target_modules"
@@ -539,6 +539,19 @@ def _check_adapters(inventory: Inventory) -> None:
     if wrong:
         told = [f"{fault} ({shortened(names)})" for fault, names in wrong.items()]
         raise MoQError(f"PEFT: {'; '.join(told)}")
+
+
+def _why_not_beside(wrapper: Any) -> str | None:
+    """Why something else would be loaded than a float adapter that was trained beside a quantized weight."""
+    if has_dora(wrapper):
+        return 'DoRA on quantized layers would compute something else after loading: set "lora": "merged"'
+    tuner = factors_base(wrapper)
+    if tuner is None:
+        return None
+    return (
+        f"the adapters of {tuner} are made of the weights again when they are loaded, and quantized weights make other "
+        "ones: name these layers in modules_to_not_convert, or use LoRA"
+    )
 
 
 def _check_fused(

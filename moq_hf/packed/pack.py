@@ -116,7 +116,7 @@ class TokenizerFiles:
     folder: Path
 
     def save_pretrained(self, folder: Path) -> None:
-        """Copy its files."""
+        """Copy them into a folder."""
         copy_tokenizer(self.folder, folder)
 
 

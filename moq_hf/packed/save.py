@@ -37,10 +37,12 @@ from ..seams.sentence_transformers import body_of, save_around
 from ..seams.transformers import (
     has_adapter,
     refuse_older,
+    start_in_base,
     takes_apart,
     ties_in_files,
     untie,
     without_generation_config,
+    without_start,
     write_packing_config,
 )
 from ..text import quoted
@@ -361,7 +363,13 @@ class _Saving:
                 save_around(self.whole_model, self.model, staging, write, self._beside)
             else:
                 self._write_by_hand(staging, tensors)
-            if self.is_adapted:
+            start = start_in_base(self.whole_model) if self.is_adapted else None
+            if start and self.is_merged:
+                self.not_saved[MERGED_ADAPTER] = (
+                    f"{start} changed the float base at its start, and the adapter is right on that base alone; to go "
+                    "on training, resume from a checkpoint of the run"
+                )
+            elif self.is_adapted:
                 name = MERGED_ADAPTER if self.is_merged else ADAPTER
                 _write_adapter(
                     staging / name, self.whole_model, self.options.state_dict
@@ -772,10 +780,10 @@ def _write_adapter(
     (folder / "README.md").unlink(missing_ok=True)
     # Those of other adapters than the first lie in folders of their own.
     for path in folder.rglob("adapter_config.json"):
-        document = read_json(path)
-        document["base_model_name_or_path"] = hub_id(
-            document.get("base_model_name_or_path")
-        )
+        document = without_start(read_json(path))
+        base = hub_id(document.get("base_model_name_or_path"))
+        # A start that changed the base makes the delivered one the only one.
+        document["base_model_name_or_path"] = None if start_in_base(model) else base
         write_json(path, document)
 
 

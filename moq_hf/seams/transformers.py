@@ -14,6 +14,7 @@ Documented, and so not here: `base_model_prefix`, `loss_is_scaled_for_ga`,
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import re
@@ -881,6 +882,69 @@ def is_its_own_reference(trainer: Any) -> bool:
     asked = getattr(trainer.args, "precompute_ref_log_probs", False)
     is_other = trainer.is_fsdp_enabled or hasattr(trainer.model, "peft_config")
     return asked and not is_other and getattr(trainer, "ref_model", trainer) is None
+
+
+PROMPTS: Final = "prompt_encoder"
+"""Where a model of PEFT has what it puts before a prompt.
+
+Relies on: `peft.PeftModel.prompt_encoder`.
+Breaks: The layers of an encoder of prompts would be quantized, and the base saved as floats for them.
+"""
+
+
+def without_start(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of an adapter that names no start, which PEFT would repeat on a base that has it behind it.
+
+    PEFT's defaults take its place, which leave the base alone. MiSS says by the same
+    key what form its adapters have.
+
+    Args:
+        config: What `adapter_config.json` holds.
+
+    Relies on: `init_lora_weights` and `init_weights`, the names of the configs that
+    LoRA's starts have, and those of what prompts start with, a tokenizer among it.
+    Breaks: PiSSA and its like would take their part out of the delivered base again.
+    """
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    start = re.compile(r"init(_lora)?_weights|prompt_tuning_init\w*|tokenizer_\w+")
+    settings = {"corda_config", "eva_config", "loftq_config", "lora_ga_config"}
+    found = {key: value for key, value in config.items() if key not in settings}
+    if config["peft_type"] != "MISS":
+        kind = PEFT_TYPE_TO_CONFIG_MAPPING[config["peft_type"]]
+        for field in dataclasses.fields(kind):
+            if start.fullmatch(field.name) and field.name in found:
+                found[field.name] = field.default
+    return found
+
+
+def start_in_base(model: Any) -> str | None:
+    """The start of an adapter that took a part out of the base, or added one; None if the base is the user's own.
+
+    Args:
+        model: Of PEFT.
+
+    Relies on: `init_lora_weights`.
+    Breaks: `"lora": "merged"` would deliver an adapter that is wrong without the base.
+    """
+    starts = (
+        str(getattr(config, "init_lora_weights", None))
+        for config in model.peft_config.values()
+    )
+    taking = ("pissa", "olora", "corda", "loftq", "lora_ga")
+    return next((start for start in starts if start.startswith(taking)), None)
+
+
+def factors_base(wrapper: nn.Module) -> str | None:
+    """The tuner of an adapter that computes with factors of its layer's weight, which PEFT finds anew when it loads it.
+
+    Relies on: The names of the modules in `peft.tuners`.
+    Breaks: Such a run would go to its end, and the proof then say that what is
+    delivered answers otherwise.
+    """
+    path = type(wrapper).__module__.split(".")
+    tuners = ("adamss", "frod", "osf", "psoft")
+    return next((tuner for tuner in tuners if tuner in path), None)
 
 
 def trains_tokens(module: nn.Module) -> bool:

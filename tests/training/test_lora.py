@@ -319,6 +319,19 @@ def test_ratios_are_searched_for_the_merged_weight() -> None:
     assert torch.equal(layer.moq.ratio, least_squares_ratio(layer.whole_weight(), 4, layer.moq.grid))
 
 
+def test_an_adapter_that_changed_the_float_base_is_not_delivered_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for start, is_kept in (("pissa", False), ("orthogonal", True)):
+        model = quantize_model(adapted(init_lora_weights=start), FIXED)
+        save_quantized(model, tmp_path / start, inputs=inputs_of(TASK, model))
+        proof = verify_quantized(tmp_path / start).proof
+        assert proof is not None and proof.agrees and (tmp_path / start / "lora").exists() == is_kept
+        assert (f"lora ({start} changed the float base at its start" in caplog.text) != is_kept
+    config = json.loads((tmp_path / "orthogonal" / "lora" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert config["init_lora_weights"] is True
+
+
 def test_no_adapter_is_delivered_with_a_path(tmp_path: Path) -> None:
     """PEFT has a folder, with a config of its own, for each adapter but one."""
     new_model("Llama", "causal LM").save_pretrained(tmp_path / "base")

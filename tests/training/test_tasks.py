@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from stranger import outputs_of
 from tables import quant_embeddings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_runs import assert_same
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, HyperParamSearchBackendBase
@@ -26,6 +27,7 @@ from transformers.trainer_utils import BestRun, HPSearchBackend
 from moq_hf import MoQCallback, MoQError, MoQTrainer, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import LINEARS
+from moq_hf.seams.transformers import start_in_base, without_start
 
 TASK = "sequence classification"
 TARGET = {CONFIG["quantize_bits"]["target_bits"]}
@@ -329,6 +331,111 @@ def test_the_active_adapter_is_the_one_that_is_proven(tmp_path: Path) -> None:
     check_adapter(model, base, adapter, inputs_of(TASK, model))
 
 
+STARTS = ["pissa", "pissa_niter_4", "olora", "orthogonal", "gaussian", "mica"]
+
+
+def started(start: str, family: str = "Llama") -> Any:
+    """A model whose adapters, and for some also the base, PEFT has begun with."""
+    peft = pytest.importorskip("peft")
+    targets = ["c_attn"] if family == "GPT-2" else ["q_proj", "v_proj"]
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=targets, r=4, init_lora_weights=start, fan_in_fan_out=family == "GPT-2"
+    )
+    model = new_model(family, "causal LM")
+    model.name_or_path = "someone/model"
+    return peft.get_peft_model(model, lora)
+
+
+@from_peft
+@pytest.mark.filterwarnings("ignore:Could not find a config file in someone/model")
+@pytest.mark.parametrize(("family", "start"), [*(("Llama", start) for start in STARTS), ("GPT-2", "pissa")])
+def test_a_delivered_adapter_does_not_start_again(family: str, start: str, tmp_path: Path) -> None:
+    model = started(start, family)
+    takes = not equal(new_model(family, "causal LM"), model.unload(), inputs_of("causal LM", model))
+    assert takes == start.startswith(("pissa", "olora"))
+    model = started(start, family)
+    rows = rows_of("causal LM")
+    callback = MoQCallback(CONFIG)
+    settings = arguments(tmp_path, save_strategy="steps", save_steps=3)
+    hf.Trainer(model, settings, train_dataset=rows, callbacks=[callback]).train()
+    assert callback.delivered is not None and callback.delivered.proof.agrees
+    folder = tmp_path / "quantized"
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert config["init_lora_weights"] is True and start not in json.dumps(config)
+    # On another base than the delivered one the adapter would be wrong then.
+    assert config["base_model_name_or_path"] == (None if takes else "someone/model")
+    assert model.peft_config["default"].init_lora_weights == start
+    inputs = inputs_of("causal LM", model)
+    check_adapter(model, type(model.get_base_model()).from_pretrained(folder), folder / "adapter", inputs)
+    # A resumed run starts again with the user's own base, and goes on with the adapter of the checkpoint.
+    again = started(start, family)
+    callback = MoQCallback(CONFIG)
+    trainer = hf.Trainer(again, arguments(tmp_path / "again"), train_dataset=rows, callbacks=[callback])
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert_same(dict(again.state_dict()), dict(model.state_dict()))
+
+
+@from_peft
+def test_several_adapters_that_took_parts_of_one_base(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = started("pissa")
+    second = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2, init_lora_weights="olora")
+    model.add_adapter("second", second)
+    callback = MoQCallback(CONFIG)
+    hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of("causal LM"), callbacks=[callback]).train()
+    assert callback.delivered is not None and callback.delivered.proof.agrees
+    folder, inputs = tmp_path / "quantized", inputs_of("causal LM", model)
+    for name, place in (("default", folder / "adapter"), ("second", folder / "adapter" / "second")):
+        model.set_adapter(name)
+        check_adapter(model, hf.LlamaForCausalLM.from_pretrained(folder), place, inputs)
+
+
+@from_peft
+def test_the_form_of_miss_is_not_its_start(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    miss = peft.MissConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4, init_weights="bat")
+    model = peft.get_peft_model(new_model("Llama", "causal LM"), miss)
+    hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of("causal LM"), callbacks=[MoQCallback(CONFIG)]).train()
+    folder = tmp_path / "quantized"
+    assert '"init_weights": "bat"' in (folder / "adapter" / "adapter_config.json").read_text()
+    check_adapter(model, hf.LlamaForCausalLM.from_pretrained(folder), folder / "adapter", inputs_of("causal LM", model))
+
+
+def test_no_setting_of_a_start_is_left() -> None:
+    """As of LoftQ, which wants bitsandbytes, and of LoRA-GA, which wants gradients, to start with."""
+    peft = pytest.importorskip("peft")
+    settings = {"loftq_config": {"loftq_bits": 4}, "corda_config": {}, "eva_config": {}, "lora_ga_config": {}, "r": 2}
+    config = without_start({"peft_type": "LORA", "init_lora_weights": "loftq", **settings})
+    assert config == {"peft_type": "LORA", "init_lora_weights": True, "r": 2}
+    assert without_start({"peft_type": "HIRA", "init_weights": "gaussian"})["init_weights"] is True
+    text = {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "one", "tokenizer_name_or_path": "/home/me"}
+    config = json.loads(json.dumps(without_start({"peft_type": "PROMPT_TUNING", **text})))
+    assert [config[key] for key in text] == ["RANDOM", None, None]
+    for name in ("loftq", "lora_ga", "corda"):
+        adapter = SimpleNamespace(init_lora_weights=name)
+        model = SimpleNamespace(peft_config={"one": peft.IA3Config(), "two": adapter})
+        assert start_in_base(model) == name
+
+
+@from_peft
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(("tuner", "settings"), [("OSF", {}), ("Psoft", {"r": 4}), ("Adamss", {}), ("Frod", {})])
+def test_adapters_of_factors_of_the_weight_are_refused(tuner: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = getattr(peft, f"{tuner}Config")(target_modules=["q_proj", "v_proj"], **settings)
+
+    def made() -> Any:
+        return peft.get_peft_model(new_model("Llama", "causal LM"), copy.deepcopy(lora))
+
+    told = rf"the adapters of {tuner.lower()} are made of the weights again .*q_proj\.base_layer"
+    with pytest.raises(MoQError, match=told):
+        quantize_model(made(), CONFIG)
+    model, config = made(), {**CONFIG, "modules_to_not_convert": ["q_proj", "v_proj"]}
+    callback = MoQCallback(config)
+    hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of("causal LM"), callbacks=[callback]).train()
+    assert callback.delivered is not None and callback.delivered.proof.agrees
+
+
 @from_peft
 def test_single_tokens_to_be_trained_are_refused(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
@@ -375,6 +482,7 @@ def test_dora_is_refused() -> None:
     [
         ("GPT-2", "IA3Config", {"target_modules": ["c_attn"], "feedforward_modules": [], "fan_in_fan_out": True}),
         ("GPT-2", "PromptTuningConfig", {"num_virtual_tokens": 4}),
+        ("Llama", "PromptEncoderConfig", {"num_virtual_tokens": 4, "encoder_hidden_size": 16}),
         ("Llama", "OFTConfig", {"target_modules": ["q_proj"], "oft_block_size": 8}),
     ],
 )
