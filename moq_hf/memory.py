@@ -1,13 +1,12 @@
 """What a run will hold in memory, ahead of time: from a model's shapes, before any weight is loaded."""
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
 from .config import MoQConfig
 from .packed.pack import empty_model, read_config
 from .processes import shape_of
+from .seams.sentence_transformers import around, is_kept_at
 from .text import table
 from .training.controller import MoQController
 
@@ -24,9 +23,11 @@ def plan_of_model(model: str, config: MoQConfig, total_steps: int) -> str:
         MoQError: There is no such model, or the config does not fit it.
     """
     described = read_config(model)
-    shell = empty_model(described, model)
+    shell: nn.Module = empty_model(described, model)
     if isinstance(described.dtype, torch.dtype):
-        cast(nn.Module, shell).to(described.dtype)
+        shell.to(described.dtype)
+    if is_kept_at(model):
+        shell = around(shell)
     controller = MoQController(shell, config, total_steps)
     lines = [controller.summary()]
     targets = controller.schedule.targets

@@ -144,30 +144,22 @@ class ModelSizes:
         many bits as the largest, whichever is less; see `has_one_width`.
         """
         own = self._saved(None)
-        if any(weight.is_table for weight in self._weights) and self.is_unpacked:
-            # Tables of more bits than the layers widen all codes, or stay floats.
+        alike = self._saved(_widest(self._weights))
+        if own != alike and self.is_unpacked:
+            # All codes are as wide as the widest, and tables that would widen them more
+            # than it saves stay floats.
             layers = [weight for weight in self._weights if not weight.is_table]
             width = _widest(layers)
             own = sum(
                 weight.numbers * weight.full if weight.is_table else weight.saved(width)
                 for weight in self._weights
             )
-        size = min(own, self._saved(_widest(self._weights)))
-        return (self._others_bits + size) / 8e6
+        return (self._others_bits + min(own, alike)) / 8e6
 
     @functools.cached_property
     def is_unpacked(self) -> bool:
-        """Whether transformers unpacks the model while loading, for which all codes in the file have one width."""
-        model = without_peft(self._inventory.model)
-        path = self._inventory.name_of(model)
-        packed = [
-            (plain_name(name, ()) or "").removeprefix(f"{path}.")
-            for name, module in self._inventory.layers.items()
-            if isinstance(module, nn.Linear)
-        ]
-        with contextlib.suppress(MoQError), torch.random.fork_rng(devices=[]):
-            return is_unpacked_while_loading(model, packed)
-        return False
+        """See `is_unpacked`."""
+        return is_unpacked(self._inventory)
 
     @property
     def has_one_width(self) -> bool:
@@ -312,6 +304,31 @@ def parts_are_called(model: nn.Module) -> bool:
         or getattr(config, "is_encoder_decoder", False)
         or getattr(config, "sub_configs", None)
     )
+
+
+def is_unpacked(inventory: Inventory) -> bool:
+    """Whether transformers unpacks a model while loading it, for which all codes in the file have one width.
+
+    Beside its other reasons PEFT's LoRA, which wants the weights of layers as soon as
+    it is given the model.
+
+    Args:
+        inventory: With the layers that are quantized.
+    """
+    if not inventory.merged and any(
+        name.endswith("lora_A") for name in inventory.adapters
+    ):
+        return True
+    model = without_peft(inventory.model)
+    path = inventory.name_of(model)
+    packed = [
+        (plain_name(name, ()) or "").removeprefix(f"{path}.")
+        for name, module in inventory.layers.items()
+        if isinstance(module, nn.Linear)
+    ]
+    with contextlib.suppress(MoQError), torch.random.fork_rng(devices=[]):
+        return is_unpacked_while_loading(model, packed)
+    return False
 
 
 def is_unpacked_while_loading(model: Any, packed: Iterable[str]) -> bool:
