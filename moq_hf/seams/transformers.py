@@ -516,7 +516,7 @@ def ties_in_files(
         return shared, False
     config: Any = model.config
     untied = type(config).from_dict(_without_ties(config.to_dict()))
-    if untied.tie_word_embeddings:
+    if getattr(untied, "tie_word_embeddings", False):
         return shared, True
     forward = inspect.unwrap(type(model).forward)
     if "tie_word_embeddings" in forward.__code__.co_names:
