@@ -947,6 +947,17 @@ def factors_base(wrapper: nn.Module) -> str | None:
     return next((tuner for tuner in tuners if tuner in path), None)
 
 
+def has_loss_of_its_own(model: nn.Module) -> bool:
+    """Whether PEFT adds a term to a model's loss, as AdaLoRA does, which only a model in training can compute.
+
+    Relies on: `peft.AdaLoraModel.trainable_adapter_name`, which a loaded adapter does
+    not have.
+    Breaks: A run with AdaLoRA would end with floats at full size, since the loaded
+    model fails on a batch with labels.
+    """
+    return hasattr(getattr(model, "base_model", None), "trainable_adapter_name")
+
+
 def trains_tokens(module: nn.Module) -> bool:
     """Whether PEFT trains some rows of this table: `trainable_token_indices`.
 
