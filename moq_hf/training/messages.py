@@ -232,7 +232,7 @@ def blocks_in_words(bits: Mapping[str, int]) -> str:
     """
     parts = []
     for width, count in sorted(Counter(bits.values()).items(), reverse=True):
-        at = "in float" if width == FLOAT_BITS else f"at {width} bits"
+        at = "in float" if width == FLOAT_BITS else f"at {counted(width, 'bit')}"
         parts.append(f"{counted(count, 'block')} {at}")
     return ", ".join(parts)
 
@@ -254,7 +254,7 @@ def arrival(
     """
     who = f"All {len(bits)} blocks" if len(bits) > 1 else "The one block"
     found = set(bits.values())
-    target = "their targets" if len(found) > 1 else f"{found.pop()} bits"
+    target = "their targets" if len(found) > 1 else counted(found.pop(), "bit")
     last = max((switch.step for switch in history), default=0)
     plan = f"planned by step {max(planned):,}"
     if min(planned) <= last <= max(planned):
