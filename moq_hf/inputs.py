@@ -196,8 +196,8 @@ def inputs_out_of_reach(layers: Iterable[str]) -> str:
     """What is wrong with layers whose weights are used without the layers, so that their inputs stay as they are."""
     names = ", ".join(f'"{name}"' for name in layers)
     return (
-        f"activation_quantization: the weights of {names} are used without calling these layers, so that their inputs "
-        "cannot be rounded: add them to modules_to_not_convert, or leave activation_quantization out"
+        f"activations: the weights of {names} are used without calling these layers, so that their inputs "
+        "cannot be rounded: add them to modules_to_not_convert, or leave activations out"
     )
 
 

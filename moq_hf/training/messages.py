@@ -114,7 +114,7 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
         device.type == "cuda" or triton_quant.available(device) for device in devices
     ):
         notes.append(
-            "quantizer_kernel: the Triton kernels need a CUDA device; plain PyTorch gives the same numbers"
+            f"{config.spell('kernel')}: the Triton kernels need a CUDA device; plain PyTorch gives the same numbers"
         )
     # A table has 2 bits or more.
     width = max(2, *config.targets)
@@ -122,7 +122,7 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
         notes.append(
             f"all codes in the file of this model will be as wide as those of its embedding tables, "
             f"{inventory.table_bits} bits, or the tables stay floats if that is smaller, since transformers unpacks it "
-            f"while loading; quantize_embeddings: {width} (embeddings={width}) keeps the layers' own bits"
+            f"while loading; {config.spell('embeddings')}: {width} keeps the layers' own bits"
         )
     at_full_size = sizes.at_full_size(config)
     if at_full_size is not None:
@@ -130,12 +130,13 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
     convolutions = any(map(is_convolution, inventory.layers.values()))
     if convolutions and config.activations.enabled:
         notes.append(
-            "activation_quantization is of linear layers: the inputs of convolutions stay in float"
+            f"{config.spell('activations')} is of linear layers: the inputs of convolutions stay in float"
         )
     if config.activations.enabled and config.has_row_groups:
         notes.append(
-            "activation_quantization: integer products need one scale per channel, so the int8 export keeps layers "
-            "with a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"
+            f"{config.spell('activations')}: integer products need one scale per channel, so the int8 export keeps "
+            f"layers with a {config.spell('group_size')} weight-only; set {config.spell('groups')} instead, for "
+            "instance per_channel"
         )
     return [*notes, *serving.notes(inventory, config)]
 
@@ -206,10 +207,7 @@ def standing(
         steps: Optimizer steps of the run that it counts.
         eigenvalues: Those last measured.
 
-    >>> config = MoQConfig.from_dict({
-    ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
-    ...     "quantize_schedule": {"quantize_period": 2, "schedule_offset": 0},
-    ... })
+    >>> config = MoQConfig(bits=4, start_bits=6, period=2)
     >>> schedule = PrecisionSchedule(config, ["layer.0", "layer.1"])
     >>> switches = [schedule.advance() for _ in range(3)]
     >>> standing(schedule, 10)
