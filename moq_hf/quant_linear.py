@@ -222,7 +222,9 @@ class QuantLayer(QuantModule):
         state = self.moq
         if state.inputs is not None:
             if state.used and not state.inputs.called:
-                raise MoQError(inputs_out_of_reach([state.name]))
+                raise MoQError(
+                    inputs_out_of_reach([state.name], state.config.spell("activations"))
+                )
             state.inputs.step(state.inputs.observed)
         if not mode:
             return

@@ -168,7 +168,7 @@ def test_a_run_that_ends_early_has_no_best_and_says_so(tmp_path: Path, caplog: p
     assert trainer.state.best_model_checkpoint is None
     text = "\n".join(record.message for record in caplog.records)
     assert "the run has 8 optimizer steps but reaches 3 bits only at step 10" in text
-    assert "a quantize_period of at most 1, or start_bits 5 fits" in text
+    assert "a quantize_schedule.quantize_period of at most 1, or start_bits 5 fits" in text
     assert (
         "before every block was at 3 bits: 3 blocks at 4 bits; no" in text and "no checkpoint was a candidate" in text
     )

@@ -565,7 +565,7 @@ def _check_fused(
     fused = inventory.instances(nn.TransformerEncoderLayer, nn.MultiheadAttention)
     wrong = [name for name in layers if is_below(name, *fused)]
     if wrong and config.activations.enabled:
-        raise MoQError(inputs_out_of_reach(wrong))
+        raise MoQError(inputs_out_of_reach(wrong, config.spell("activations")))
 
 
 def _features(layer: Layer) -> dict[str, int]:

@@ -8,7 +8,7 @@ import torch
 
 from .. import serving, triton_quant
 from ..config import MoQConfig
-from ..config_fields import DistillationConfig
+from ..config_fields import DistillationConfig, Speller
 from ..errors import MOST_FAULTS, shortened
 from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize
@@ -172,6 +172,7 @@ def notes_on_resuming(
     changed: Mapping[str, tuple[Any, Any]],
     teacher_before: int | None,
     teacher: int | None,
+    spell: Speller,
 ) -> Iterable[str]:
     """What is other than before in a run that goes on from a checkpoint made with MoQ.
 
@@ -181,9 +182,10 @@ def notes_on_resuming(
         changed: What changed in the config.
         teacher_before: The fingerprint of the teacher that it had.
         teacher: That of the one given now.
+        spell: Gives the name of a key by its path.
     """
     if changed:
-        yield f"the run goes on with another MoQ config: {describe(changed)}"
+        yield f"the run goes on with another MoQ config: {describe(changed, spell)}"
     if teacher_before != teacher and "distillation.teacher" not in changed:
         had = "a" if teacher is None else "no" if teacher_before is None else "another"
         goes_on = "without one" if teacher is None else "with the one given"
