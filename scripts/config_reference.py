@@ -29,7 +29,7 @@ def key_table() -> str:
         ]
         for path, schema in key_schemas().items()
     ]
-    return markdown_table([["key", "legal", "default", "meaning", "in DeepSpeed's words"], *rows])
+    return markdown_table([["key", "legal", "default", "meaning", "DeepSpeed"], *rows])
 
 
 def _block(names: Mapping[str, dialect.Place], twice: list[dict[str, Any]]) -> dict[str, Any]:

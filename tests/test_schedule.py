@@ -111,7 +111,7 @@ def test_blend_falls_to_zero_and_starts_again_for_a_block_that_switched() -> Non
         ),
         (lambda: PrecisionSchedule(make(8, 4, "auto"), "a"), '"auto".*need total_steps'),
         (lambda: PrecisionSchedule(make(8, 4, 1, deadline=0.5), "a"), "deadline need total_steps"),
-        (lambda: plan(make(8, 4, 1, offset=5), 5), "schedule_offset 5 is not before the end"),
+        (lambda: plan(make(8, 4, 1, offset=5), 5), "offset 5 is not before the end"),
         (lambda: plan(make(8, 4, 1), 0), "total_steps must be a whole number from 1 .*, got 0"),
         (lambda: plan(make(8, 4, 1), "345"), 'total_steps must be a whole number from 1 .*, got "345"'),
         (lambda: plan(make(8, 4, 1), 10**5000), r"total_steps must be .* below 2\*\*63"),
