@@ -138,7 +138,7 @@ class MoQConfig(ConfigFields):
             *also: Paths of more keys.
 
         >>> MoQConfig(bits=4, start_bits=8, eigenvalue={"enabled": True, "tol": 0.1}).changed()
-        {'start_bits': 8, 'bits': 4, 'eigenvalue': {'enabled': True, 'tol': 0.1}}
+        {'bits': 4, 'start_bits': 8, 'eigenvalue': {'enabled': True, 'tol': 0.1}}
         """
         written = self.flat()
         bits = {name: written[name] for name in ("bits", "start_bits")}
