@@ -38,12 +38,7 @@ BITS = (4, 3, 2)
 
 def trajectory(share: float) -> tuple[list[int], list[int]]:
     """Give the steps at which a block changes, the first and the last step included, and its bits from each on."""
-    config = MoQConfig.from_dict(
-        {
-            "quantize_bits": {"start_bits": START_BITS, "target_bits": TARGET_BITS},
-            "quantize_schedule": {"quantize_period": PERIOD, "schedule_offset": 0},
-        }
-    )
+    config = MoQConfig(bits=TARGET_BITS, start_bits=START_BITS, period=PERIOD)
     schedule = PrecisionSchedule(config, ["block"])
     steps, bits = [1], [START_BITS]
     for _ in range(STEPS):
@@ -64,7 +59,7 @@ def draw_schedule(path: Path) -> None:
     axes.set_yticks(range(TARGET_BITS, START_BITS + 1))
     axes.set_xlabel("optimizer steps since the offset")
     axes.set_ylabel("bits")
-    axes.set_title(f"{START_BITS} to {TARGET_BITS} bits, quantize_period {PERIOD}", fontsize="medium")
+    axes.set_title(f"{START_BITS} to {TARGET_BITS} bits, period {PERIOD}", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend()
     # Without the name of the library that wrote it, the file depends on what is drawn alone.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .arguments import MoQArguments as MoQArguments
     from .callback import MoQCallback as MoQCallback
     from .config import MoQConfig as MoQConfig
     from .eigen import block_eigenvalues as block_eigenvalues
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .training.distillation import MoQDistillation as MoQDistillation
 
 _HOMES = {
+    "MoQArguments": "arguments",
     "MoQCallback": "callback",
     "MoQConfig": "config",
     "MoQConfigError": "errors",

@@ -440,7 +440,12 @@ class MoQCallback(TrainerCallback, ExportableState):
         step = state.global_step
         saved_at = before.get("saved_at", step)
         for note in messages.notes_on_resuming(
-            step, saved_at, changed, before.get("teacher"), self._teacher
+            step,
+            saved_at,
+            changed,
+            before.get("teacher"),
+            self._teacher,
+            self.config.spell,
         ):
             logger.warning("moq_hf: %s", note)
         if before.get("had_loss") and self.loss is None and controller.sensitivity:

@@ -6,13 +6,14 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic_core import to_jsonable_python
 
-from .config_fields import ConfigFields, checked
-from .config_reading import by_section, flatten, nearest, parse, width_in
-from .errors import MoQConfigError, listed, show
+from . import dialect
+from .config_fields import ActivationConfig, ConfigFields
+from .config_reading import by_section, nearest, parse, places, width_in
+from .errors import MoQConfigError, listed
 
 # Configs that come with the package, in its folder `presets`, by their names.
 PRESETS = ("w8", "w4", "w3", "w2", "lm-w4", "moq", "auto", "eigen")
@@ -26,33 +27,64 @@ _SCHEMES = {
 }
 
 
-@checked
 class MoQConfig(ConfigFields):
     """A checked configuration: an attribute for each key, and an object for each section that can be switched on.
 
-    Made by `load`, `from_dict` or `from_file`, or of keywords: the attributes' names,
-    and sections of the file as mappings.
+    The attributes' names are the keys of a mapping or file; documents in DeepSpeed's
+    words are read too.
+
+    Args:
+        source: A preset by its name, the path of a JSON file, a mapping, or nothing.
+        **keywords: Keys with their values, and sections as mappings: they go before
+            what the source says.
 
     Attributes:
         kernel: Triton kernels: wanted, not wanted, or None for wherever they run.
         scale_dtype: What scales are rounded to; None leaves it to `serve`.
-        from_deepspeed: Whether it was read from a section `quantize_training`, where
-            keys that are left out have DeepSpeed's defaults.
+        dialect: What the source was written in: keywords, DeepSpeed's words, or its
+            section `quantize_training`, where keys that are left out have DeepSpeed's
+            defaults.
 
     Raises:
         MoQConfigError: Lists everything that is wrong.
 
-    >>> config = MoQConfig.from_dict({"quantize_bits": {"start_bits": 12, "target_bits": 4}, "quantize_groups": 8})
+    >>> config = MoQConfig(bits=4, start_bits=12, groups=8)
     >>> config.start_bits, config.bits, config.grouping
     (12, 4, RowBlocks(count=8))
-    >>> config == MoQConfig(bits=4, start_bits=12, groups=8)
+    >>> config == MoQConfig.from_dict({"quantize_training": config.to_deepspeed()})
+    True
+    >>> MoQConfig("w4", start_bits=8) == MoQConfig(bits=4, start_bits=8)
     True
     >>> MoQConfig(bits=3, eigenvalue={"enabled": True}).eigenvalue.enabled
     True
-    >>> MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantise_groups": 8})
+    >>> MoQConfig.from_dict({"bits": 4, "grop_size": 32})
     Traceback (most recent call last):
-    moq_hf.errors.MoQConfigError: MoQ config: quantise_groups: unknown key, did you mean quantize_groups?
+    moq_hf.errors.MoQConfigError: MoQ config: grop_size: unknown key, did you mean group_size?
     """
+
+    def __init__(self, source: Any = None, /, **keywords: Any) -> None:
+        # No key, but a copy has it.
+        language = keywords.pop("dialect", None)
+        made: Any = source
+        if isinstance(source, MoQConfig):
+            if keywords:
+                raise MoQConfigError(
+                    f"a MoQConfig and {listed(list(keywords))} beside it: give the keywords to the MoQConfig"
+                )
+        elif source is None:
+            made = parse({}, "MoQConfig", keywords)
+        elif isinstance(source, Mapping):
+            made = parse(source, "MoQ config", keywords)
+        elif isinstance(source, str) and source in PRESETS:
+            path = Path(__file__).with_name("presets") / f"{source}.json"
+            made = parse(read_document(path), f"preset {source}", keywords)
+        elif isinstance(source, (str, os.PathLike)):
+            made = parse(read_document(source), os.fspath(source), keywords)
+        else:
+            _refuse(source)
+        self.__dict__.update(vars(made))
+        if language is not None:
+            self.__dict__["dialect"] = language
 
     @classmethod
     def load(
@@ -70,30 +102,14 @@ class MoQConfig(ConfigFields):
             MoQConfigError: No such preset or file, a wrong config, or keywords beside a
                 `MoQConfig`, which has its own.
 
-        >>> MoQConfig.load("w4", embeddings=None) == MoQConfig(bits=4)
+        >>> MoQConfig.load("w4") == MoQConfig(bits=4)
         True
         """
-        if isinstance(source, MoQConfig):
-            if keywords:
-                raise MoQConfigError(
-                    f"a MoQConfig and {listed(list(keywords))} beside it: give the keywords to the MoQConfig"
-                )
+        if isinstance(source, MoQConfig) and not keywords:
             return source
-        if source is None and keywords:
-            return cls(**keywords)
-        if isinstance(source, Mapping):
-            return parse(cls, source, "MoQ config", keywords)
-        if isinstance(source, str) and source in PRESETS:
-            path = Path(__file__).with_name("presets") / f"{source}.json"
-            return parse(cls, read_document(path), f"preset {source}", keywords)
-        if isinstance(source, (str, os.PathLike)):
-            return parse(cls, read_document(source), os.fspath(source), keywords)
-        got = "nothing" if source is None else type(source).__name__
-        bits = source if got == "int" else 4
-        raise MoQConfigError(
-            f"a MoQ config is a preset ({listed(PRESETS)}), a path, a mapping or a MoQConfig, such as "
-            f"MoQConfig(bits={bits}); got {got}"
-        )
+        if source is None and not keywords:
+            _refuse(source)
+        return cls(source, **keywords)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> "MoQConfig":
@@ -111,23 +127,32 @@ class MoQConfig(ConfigFields):
         Raises:
             MoQConfigError: Lists everything that is wrong with it.
         """
-        return parse(cls, mapping, "MoQ config")
+        made = cls.__new__(cls)
+        made.__dict__.update(vars(parse(mapping, "MoQ config")))
+        return made
 
     def changed(self, *also: str) -> dict[str, Any]:
         """The bits, and the keys whose values are not the defaults, as `from_dict` takes them.
 
         Args:
             *also: Paths of more keys.
+
+        >>> MoQConfig(bits=4, start_bits=8, eigenvalue={"enabled": True, "tol": 0.1}).changed()
+        {'bits': 4, 'start_bits': 8, 'eigenvalue': {'enabled': True, 'tol': 0.1}}
         """
-        bits = self.to_dict()["quantize_bits"]
+        written = self.flat()
+        bits = {name: written[name] for name in ("bits", "start_bits")}
         # What is switched off may have bits that would quantize nothing.
-        off = MoQConfig.from_dict({"quantize_bits": bits, "enabled": False})
-        defaults = off.flat() | {"enabled": True}
-        also += ("quantize_bits.start_bits", "quantize_bits.target_bits")
+        defaults = MoQConfig(**bits, enabled=False).flat()
+        defaults |= {"enabled": True, "start_bits": max(self.targets)}
+        also += ("bits",)
+        # Without its switch that section would be on.
+        if self.activations != ActivationConfig():
+            also += ("activations.enabled",)
         return by_section(
             {
                 path: value
-                for path, value in self.flat().items()
+                for path, value in written.items()
                 if path in also or value != defaults[path]
             }
         )
@@ -139,29 +164,37 @@ class MoQConfig(ConfigFields):
         return f"<pre>{changed}</pre><details><summary>All keys</summary><pre>{every}</pre></details>"
 
     def to_dict(self) -> dict[str, Any]:
-        """The config in the file's words, every key with its value; `from_dict` gives an equal config."""
-        return by_section(to_jsonable_python(self))
+        """The config in keywords, every key with its value; `from_dict` gives an equal config."""
+        written: dict[str, Any] = to_jsonable_python(self)
+        return written
+
+    def to_deepspeed(self) -> dict[str, Any]:
+        """The same in DeepSpeed's words, as its section `quantize_training` has them."""
+        return by_section({dialect.word(path): v for path, v in self.flat().items()})
 
     def flat(self) -> dict[str, Any]:
-        """The same, with the value of each key by its path."""
-        return flatten(self.to_dict(), [])
+        """The value of each key by its path: `bits`, `eigenvalue.tol`."""
+        found = {}
+        for name, value in self.to_dict().items():
+            if isinstance(places()[name], str):
+                found[name] = value
+            else:
+                found |= {f"{name}.{inner}": part for inner, part in value.items()}
+        return found
 
 
-def _from_keywords(self: MoQConfig, *sources: Any, **keywords: Any) -> None:
-    if sources:
-        # What is no source of a config either says so.
-        MoQConfig.load(sources[0])
-        raise MoQConfigError(
-            f"MoQConfig takes keywords alone: write MoQConfig.load({show(sources[0])}, ...)"
-        )
-    # No key, but a copy has it.
-    from_deepspeed = keywords.pop("from_deepspeed", False)
-    made = parse(MoQConfig, {}, "MoQConfig", keywords)
-    self.__dict__.update({**vars(made), "from_deepspeed": from_deepspeed})
+def _refuse(source: Any) -> NoReturn:
+    """Say what to give for a config instead of what is none.
 
-
-# Pydantic's own would know neither the file's sections nor what is wrong together.
-MoQConfig.__init__ = _from_keywords  # type: ignore[method-assign]
+    Raises:
+        MoQConfigError: Always.
+    """
+    got = "nothing" if source is None else type(source).__name__
+    bits = source if got == "int" else 4
+    raise MoQConfigError(
+        f"a MoQ config is a preset ({listed(PRESETS)}), a path, a mapping or a MoQConfig, such as "
+        f"MoQConfig(bits={bits}); got {got}"
+    )
 
 
 def read_document(path: str | os.PathLike[str]) -> Any:

@@ -1,4 +1,4 @@
-"""What a config holds: a field for each key, with its name in the file, what is legal, the default and the meaning.
+"""What a config holds: a field for each key, with what is legal, the default and the meaning.
 
 Reading, writing, and by `scripts/config_reference.py` the table in the documentation
 and the JSON Schema are made from the fields.
@@ -6,7 +6,7 @@ and the JSON Schema are made from the fields.
 
 import copy
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from typing import (
     TYPE_CHECKING,
@@ -21,7 +21,6 @@ from typing import (
 
 from pydantic import (
     AfterValidator,
-    AliasPath,
     ConfigDict,
     FailFast,
     Field,
@@ -29,6 +28,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from .dialect import word
 from .errors import either, show, show_key
 from .grid import (
     FP4,
@@ -91,15 +91,12 @@ else:
     StartBits = Bits | None
 # How the sensitivity of a block is measured.
 Measure = Literal["eigenvalue", "divergence"]
+# What gives the name of a key by its path.
+Speller = Callable[[str], str]
 
 
-def key(meaning: str, name: str = "", **more: Any) -> Any:
-    """Describe a field's key: its meaning, and its name in the file if it is not the field's."""
-    if name:
-        more |= {
-            "validation_alias": AliasPath(*name.split(".")),
-            "serialization_alias": name,
-        }
+def key(meaning: str, **more: Any) -> Any:
+    """Describe a field's key."""
     return Field(description=meaning, **more)
 
 
@@ -107,13 +104,8 @@ def key(meaning: str, name: str = "", **more: Any) -> Any:
     frozen_default=True, kw_only_default=True, field_specifiers=(field,)
 )
 def checked(cls: type[T]) -> type[T]:
-    """Make a frozen pydantic dataclass, whose constructor takes the fields by their names, not by those of a file."""
-    rules = ConfigDict(
-        extra="forbid",
-        allow_inf_nan=False,
-        validate_by_name=True,
-        validate_by_alias=False,
-    )
+    """Make a frozen pydantic dataclass."""
+    rules = ConfigDict(extra="forbid", allow_inf_nan=False)
     return cast(type[T], dataclass(frozen=True, kw_only=True, config=rules)(cls))
 
 
@@ -319,95 +311,6 @@ class ConfigFields:
     """The fields of a config: an attribute for each key, and an object for each section that can be switched on."""
 
     enabled: Annotated[Flag, key("false: train as if moq_hf were not there")] = True
-    verbose: Annotated[
-        Flag,
-        key("log every switch of every block, not only a summary", "quantize_verbose"),
-    ] = False
-    kernel: Annotated[
-        Flag | None,
-        key(
-            "true: Triton kernels, with a warning where they cannot run; false: plain PyTorch; "
-            "null: as true, no warning",
-            "quantizer_kernel",
-        ),
-    ] = None
-    q_type: Annotated[
-        Literal["symmetric", "asymmetric"],
-        key(
-            "also spelled `quantize_type` at the top, and `quantize-algo`",
-            "quantize_algo.q_type",
-        ),
-    ] = "symmetric"
-    rounding: Annotated[
-        Literal["nearest", "stochastic"],
-        key("rounding of a weight to its grid", "quantize_algo.rounding"),
-    ] = "nearest"
-    scale: Annotated[
-        Search,
-        key(
-            "`absmax`; `mse`: the clipping ratio with the least squared error; `auto`: absmax above 5 bits, then mse",
-            "quantize_algo.scale",
-        ),
-    ] = "auto"
-    scale_refresh: Annotated[
-        Positive,
-        key(
-            "optimizer steps between searches for the `mse` ratio; it is also searched at each switch",
-            "quantize_algo.scale_refresh",
-        ),
-    ] = 50
-    gptq: Annotated[
-        Count,
-        key(
-            "training examples from which GPTQ rounds trained linear layers when they fall to fewer bits, so that "
-            "training starts nearer to float; 0: none",
-            "quantize_algo.gptq",
-        ),
-    ] = 0
-    range: Annotated[
-        Literal["auto", "narrow", "full"],
-        key(
-            "`narrow`: as many codes on either side of zero; `full`: one more, on the side of the largest weight of a "
-            "group, so that 2 bits have four levels (symmetric grids); `auto`: full at 2 to 4 bits where symmetric",
-            "quantize_algo.range",
-        ),
-    ] = "auto"
-    scale_dtype: Annotated[
-        ScaleDtype | None,
-        key(
-            "what scales are rounded to, while training and in the file; null: `float32`, or what the servers in "
-            "`serve` load scales in",
-            "quantize_algo.scale_dtype",
-        ),
-    ] = None
-    groups: Annotated[
-        Positive | Literal["per_channel"],
-        key(
-            'scales per weight: blocks of consecutive rows, or `"per_channel"`',
-            "quantize_groups",
-        ),
-    ] = "per_channel"
-    group_size: Annotated[
-        Positive | None,
-        key(
-            "instead: that many consecutive weights of a row share a scale",
-            "quantize_group_size",
-        ),
-    ] = None
-    format: Annotated[
-        Format,
-        key(
-            "what codes of 4 bits are; `mxfp4` has groups of 32, `nvfp4` of 16, and neither another target",
-            "quantize_format",
-        ),
-    ] = "int"
-    start_bits: Annotated[
-        StartBits,
-        key(
-            "precision at the offset; null: the target, under a budget the most of its choices",
-            "quantize_bits.start_bits",
-        ),
-    ] = cast(int, None)
     bits: Annotated[
         Bits
         | Annotated[
@@ -423,15 +326,87 @@ class ConfigFields:
         ],
         key(
             "precision at the end; a budget (`mean` bits per quantized weight, or `file_mb` of the delivered file, in "
-            "10^6 bytes) chooses it for each block among `choices`. It must be given",
-            "quantize_bits.target_bits",
+            "10^6 bytes) chooses it for each block among `choices`. It must be given"
         ),
     ] = 16
+    start_bits: Annotated[
+        StartBits,
+        key(
+            "precision at the offset; null: the target, under a budget the most of its choices"
+        ),
+    ] = cast(int, None)
+    verbose: Annotated[
+        Flag,
+        key("log every switch of every block, not only a summary"),
+    ] = False
+    kernel: Annotated[
+        Flag | None,
+        key(
+            "true: Triton kernels, with a warning where they cannot run; false: plain PyTorch; "
+            "null: as true, no warning"
+        ),
+    ] = None
+    q_type: Annotated[
+        Literal["symmetric", "asymmetric"],
+        key("whether zero is in the middle of a grid"),
+    ] = "symmetric"
+    rounding: Annotated[
+        Literal["nearest", "stochastic"],
+        key("rounding of a weight to its grid"),
+    ] = "nearest"
+    scale: Annotated[
+        Search,
+        key(
+            "`absmax`; `mse`: the clipping ratio with the least squared error; `auto`: absmax above 5 bits, then mse"
+        ),
+    ] = "auto"
+    scale_refresh: Annotated[
+        Positive,
+        key(
+            "optimizer steps between searches for the `mse` ratio; it is also searched at each switch"
+        ),
+    ] = 50
+    gptq: Annotated[
+        Count,
+        key(
+            "training examples from which GPTQ rounds trained linear layers when they fall to fewer bits, so that "
+            "training starts nearer to float; 0: none"
+        ),
+    ] = 0
+    range: Annotated[
+        Literal["auto", "narrow", "full"],
+        key(
+            "`narrow`: as many codes on either side of zero; `full`: one more, on the side of the largest weight of a "
+            "group, so that 2 bits have four levels (symmetric grids); `auto`: full at 2 to 4 bits where symmetric"
+        ),
+    ] = "auto"
+    scale_dtype: Annotated[
+        ScaleDtype | None,
+        key(
+            "what scales are rounded to, while training and in the file; null: `float32`, or what the servers in "
+            "`serve` load scales in"
+        ),
+    ] = None
+    group_size: Annotated[
+        Positive | None,
+        key("that many consecutive weights of a row share a scale"),
+    ] = None
+    groups: Annotated[
+        Positive | Literal["per_channel"],
+        key(
+            'instead: scales per weight, of blocks of consecutive rows, or `"per_channel"`'
+        ),
+    ] = "per_channel"
+    format: Annotated[
+        Format,
+        key(
+            "what codes of 4 bits are; `mxfp4` has groups of 32, `nvfp4` of 16, and neither another target"
+        ),
+    ] = "int"
     period: Annotated[
         Positive | Literal["auto"],
         key(
-            "optimizer steps from the offset to the first drop; `auto`: such that the last one meets the deadline",
-            "quantize_schedule.quantize_period",
+            "optimizer steps from the offset to the first drop; `auto`: such that the last one meets the deadline"
         ),
     ] = "auto"
     offset: Annotated[
@@ -440,22 +415,19 @@ class ConfigFields:
             float, Field(strict=True, gt=0, lt=1, title="a number above 0 and below 1")
         ],
         key(
-            "optimizer steps before anything is quantized; below 1: that share of the run",
-            "quantize_schedule.schedule_offset",
+            "optimizer steps before anything is quantized; below 1: that share of the run"
         ),
     ] = 0
     deadline: Annotated[
         Share | None,
         key(
-            "share of the run by which every block is at its target; null: 0.25 with the period `auto` where bits fall",
-            "quantize_schedule.deadline",
+            "share of the run by which every block is at its target; null: 0.25 with the period `auto` where bits fall"
         ),
     ] = None
     allow_unreached: Annotated[
         Flag,
         key(
-            "train all the same where the run ends before every block is at its target",
-            "quantize_schedule.allow_unreached",
+            "train all the same where the run ends before every block is at its target"
         ),
     ] = False
     overrides: Annotated[
@@ -467,13 +439,11 @@ class ConfigFields:
             json_schema_extra={"default": {}},
         ),
     ] = field(default_factory=dict, hash=False)
-    blend: Annotated[BlendConfig, key("", "fp16_mixed_quantize")] = BlendConfig()
+    blend: BlendConfig = BlendConfig()
     eigenvalue: EigenvalueConfig = EigenvalueConfig()
     sensitivity: SensitivityConfig = SensitivityConfig()
     distillation: DistillationConfig = DistillationConfig()
-    activations: Annotated[ActivationConfig, key("", "activation_quantization")] = (
-        ActivationConfig()
-    )
+    activations: ActivationConfig = ActivationConfig()
     modules_to_not_convert: Annotated[
         tuple[
             Annotated[str, Field(strict=True, min_length=1, title="names or globs")],
@@ -493,24 +463,22 @@ class ConfigFields:
     embeddings: Annotated[
         ByteBits | Literal["auto"] | None,
         key(
-            "bits of embedding tables, one scale per row unless they have fewer than 8 and `quantize_group_size`, and "
+            "bits of embedding tables, one scale per row unless they have fewer than 8 and `group_size`, and "
             "of output heads that share one; null leaves them alone; "
             "`auto`: 8, or the layers' bits where 8 would widen all codes, if the model is an encoder and `serve` "
-            "names neither vllm nor sglang",
-            "quantize_embeddings",
+            "names neither vllm nor sglang"
         ),
-    ] = None
+    ] = "auto"
     convolutions: Annotated[
         Flag,
         key(
             "quantize 1- and 2-dimensional convolutions with the linear layers, one scale per channel with "
-            "`quantize_group_size`; saved as floats on the grid, at full size",
-            "quantize_convolutions",
+            "`group_size`; saved as floats on the grid, at full size"
         ),
     ] = False
     heads: Annotated[
         Flag,
-        key("quantize the model's output heads like other layers", "quantize_heads"),
+        key("quantize the model's output heads like other layers"),
     ] = False
     prove: Annotated[
         Flag,
@@ -531,9 +499,10 @@ class ConfigFields:
     seed: Annotated[
         Count, key("of stochastic rounding and of the eigenvalue start vectors")
     ] = 0
-    from_deepspeed: Annotated[bool, key("", exclude=True)] = field(
-        default=False, compare=False
-    )
+    # What the document was written in that it was read from.
+    dialect: Annotated[
+        Literal["keywords", "deepspeed", "quantize_training"], key("", exclude=True)
+    ] = field(default="keywords", compare=False)
 
     def __post_init__(self) -> None:
         """Give the values that follow from others."""
@@ -541,6 +510,11 @@ class ConfigFields:
             object.__setattr__(self, "start_bits", max(self.targets, default=16))
         if self.period == "auto" and self.deadline is None and self.falls:
             object.__setattr__(self, "deadline", AUTO_DEADLINE)
+
+    @property
+    def from_deepspeed(self) -> bool:
+        """Whether keys that were left out have DeepSpeed's defaults."""
+        return self.dialect == "quantize_training"
 
     @property
     def symmetric(self) -> bool:
@@ -698,17 +672,29 @@ class ConfigFields:
             self.format,
         )
 
-    def conflicts(self) -> Iterator[str]:
-        """What is wrong with values together: a line on each, which names their keys by their paths."""
+    def spell(self, path: str) -> str:
+        """What a key is called in the document that the config was read from.
+
+        >>> ConfigFields(bits=4).spell("bits"), ConfigFields(bits=4, dialect="deepspeed").spell("bits")
+        ('bits', 'quantize_bits.target_bits')
+        """
+        return path if self.dialect == "keywords" else word(path)
+
+    def conflicts(self, spell: Speller) -> Iterator[str]:
+        """What is wrong with values together: a line on each.
+
+        Args:
+            spell: Gives the name of a key by its path.
+        """
         if self.group_size is not None and self.groups != "per_channel":
             yield (
-                f"quantize_groups {show(self.groups)} and quantize_group_size {self.group_size} exclude each other: "
-                "give one"
+                f"{spell('groups')} {show(self.groups)} and {spell('group_size')} {self.group_size} exclude each "
+                "other: give one"
             )
         if self.range == "full" and not self.symmetric:
             yield (
-                "quantize_algo.range: full is of symmetric grids, an asymmetric one has all its codes; "
-                "set it to narrow, or quantize_algo.q_type to symmetric"
+                f"{spell('range')}: full is of symmetric grids, an asymmetric one has all its codes; set it to narrow, "
+                f"or {spell('q_type')} to symmetric"
             )
         taught = ("logits", "hidden", "similarity", "embedding", "relations")
         if not any(getattr(self.distillation, name) for name in taught):
@@ -719,12 +705,13 @@ class ConfigFields:
             and self.budget is None
         ):
             yield (
-                f"sensitivity.measure: nothing asks for {show(self.sensitivity.measure)}: set eigenvalue.enabled to "
-                "true for the pace of the blocks, or quantize_bits.target_bits to a budget"
+                f"{spell('sensitivity.measure')}: nothing asks for {show(self.sensitivity.measure)}: set "
+                f"{spell('eigenvalue.enabled')} to true for the pace of the blocks, or {spell('bits')} to a budget"
             )
         if self.modules_to_not_convert == ():
             yield (
-                "modules_to_not_convert: [] names nothing; output heads stay in float unless quantize_heads is true"
+                f"{spell('modules_to_not_convert')}: [] names nothing; output heads stay in float unless "
+                f"{spell('heads')} is true"
             )
         if (
             isinstance(self.offset, float)
@@ -733,11 +720,10 @@ class ConfigFields:
             and self.falls
         ):
             yield (
-                f"quantize_schedule.deadline: {self.deadline:g} of the run is not after "
-                f"quantize_schedule.schedule_offset {self.offset:g}, from which on bits fall; make it later, or the "
-                "offset earlier"
+                f"{spell('deadline')}: {self.deadline:g} of the run is not after {spell('offset')} {self.offset:g}, "
+                "from which on bits fall; make it later, or the offset earlier"
             )
-        yield from self._bits_conflicts()
+        yield from self._bits_conflicts(spell)
         for glob, override in self.overrides.items():
             where = f"overrides.{show_key(glob)}"
             if not given_in(override):
@@ -751,61 +737,52 @@ class ConfigFields:
             elif glob == "*":
                 yield f"{where}: means every layer; say it of all without overrides"
                 continue
-            for text in self._with(given_in(override))._bits_conflicts():
+            for text in self._with(given_in(override))._bits_conflicts(spell):
                 yield f"{where}: {text}"
 
-    def _format_fault(self) -> str | None:
+    def _bits_conflicts(self, spell: Speller) -> Iterator[str]:
         own = FP4.get(self.format)
         given = self.targets, self.group_size, self.symmetric
-        if own is None or given == ((FP4_BITS,), own.group_size, True):
-            return None
-        return (
-            f"quantize_format: {self.format} is symmetric, of {FP4_BITS} bits in groups of {own.group_size}; leave out "
-            "quantize_bits.target_bits, quantize_group_size and quantize_algo.q_type, or the preset that has others"
+        if own is not None and given != ((FP4_BITS,), own.group_size, True):
+            yield (
+                f"{spell('format')}: {self.format} is symmetric, of {FP4_BITS} bits in groups of {own.group_size}; "
+                f"leave out {spell('bits')}, {spell('group_size')} and {spell('q_type')}, or the preset that has others"
+            )
+            return
+        fault = (
+            self._bits_fault(spell)
+            if self.budget is None
+            else _budget_fault(self.budget, spell("bits"))
         )
-
-    def _bits_conflicts(self) -> Iterator[str]:
-        budget = self.budget
-        of_bits = self._bits_fault() if budget is None else _budget_fault(budget)
-        fault = self._format_fault() or of_bits
         if fault is not None:
             yield fault
             return
         least = min(self.targets)
         if least == 1 and not self.symmetric:
-            yield (
-                "quantize_bits.target_bits: 1 bit is symmetric only; set quantize_algo.q_type to symmetric, or 2 bits"
-            )
+            yield f"{spell('bits')}: 1 bit is symmetric only; set {spell('q_type')} to symmetric, or 2 bits"
         if self.rounding == "stochastic" and not self.grid.is_uniform(least):
             yield (
-                f"quantize_algo.rounding: stochastic needs equal steps, {least} bits {self.q_type} has none; "
-                "set it to nearest, or quantize_bits.target_bits to 3 or more"
+                f"{spell('rounding')}: stochastic needs equal steps, {least} bits {self.q_type} has none; set it to "
+                f"nearest, or {spell('bits')} to 3 or more"
             )
 
-    def _bits_fault(self) -> str | None:
+    def _bits_fault(self, spell: Speller) -> str | None:
         start, target = self.start_bits, self.targets[0]
         default = " (it is the default); set it to 8, 4, 3 or 2"
         if target > start:
             advice = (
                 default
                 if target == 16
-                else f"; bits only fall, so quantize_bits.start_bits must be {target} or more"
+                else f"; bits only fall, so {spell('start_bits')} must be {target} or more"
             )
-            return (
-                f"quantize_bits.target_bits {target} is above quantize_bits.start_bits "
-                f"{start}{advice}"
-            )
+            return f"{spell('bits')} {target} is above {spell('start_bits')} {start}{advice}"
         if self.enabled and target == 16:
-            return f"quantize_bits.target_bits: 16 would quantize nothing{default}"
+            return f"{spell('bits')}: 16 would quantize nothing{default}"
         return None
 
 
-def _budget_fault(budget: BitBudget) -> str | None:
-    where, mean, choices = (
-        "quantize_bits.target_bits",
-        budget.mean,
-        list(budget.choices),
-    )
+def _budget_fault(budget: BitBudget, where: str) -> str | None:
+    mean, choices = budget.mean, list(budget.choices)
     if (mean is None) == (budget.file_mb is None):
         return f"{where}: mean {show(mean)} and file_mb {show(budget.file_mb)}: give one of them"
     if len(choices) < 2 or choices != sorted(set(choices)):

@@ -7,33 +7,34 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any, TypeVar, cast
+from types import MappingProxyType
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from .config_fields import LARGEST, ConfigFields, given_in
+from . import dialect
+from .config_fields import LARGEST, ConfigFields, Speller, given_in
+from .dialect import Place
 from .errors import MOST_FAULTS, MoQConfigError, show, show_key
 from .grid import FP4, FP4_BITS
 
 logger = logging.getLogger(__name__)
 
-C = TypeVar("C", bound=ConfigFields)
-
 # What a word of other libraries means here (bitsandbytes, GPTQ, AWQ, HQQ, torchao, quanto, llm-compressor, the
-# Trainer): the path of a key, or else what to do.
+# Trainer): a keyword, or else what to do.
 _WORDS = {
-    "quantize_bits.target_bits": "num_bits n_bits nbits wbits w_bit w_bits weight_bits bit bit_width bitwidth weights "
+    "bits": "num_bits n_bits nbits wbits w_bit w_bits weight_bits bit bit_width bitwidth weights "
     "weight_dtype wdtype precision",
-    "quantize_group_size": "group groupsize q_group_size block_size blocksize",
-    "quantize_algo.scale": "observer",
-    "quantize_format": "quant_type bnb_4bit_quant_type",
+    "group_size": "group groupsize q_group_size block_size blocksize",
+    "scale": "observer",
+    "format": "quant_type bnb_4bit_quant_type",
     "modules_to_not_convert": "ignore ignored_layers ignore_modules exclude exclude_modules skip skip_modules "
     "skip_layers llm_int8_skip_modules modules_to_not_quantize",
-    "activation_quantization": "activation activation_bits activation_dtype act_bits abits a_bit a_bits input_bits "
+    "activations": "activation activation_bits activation_dtype act_bits abits a_bit a_bits input_bits "
     "input_activations",
-    "quantize_embeddings": "embedding_bits embed_bits quantize_embedding",
-    "quantize_heads": "lm_head quantize_lm_head quant_lm_head",
-    "quantize_schedule.schedule_offset": "delay quant_delay quantization_delay float_steps",
+    "embeddings": "embedding_bits embed_bits quantize_embedding",
+    "heads": "lm_head quantize_lm_head quant_lm_head",
+    "offset": "delay quant_delay quantization_delay float_steps",
     "write bits=4": "load_in_4bit",
     "write bits=8": "load_in_8bit",
     'write bits={"mean": 3.0}, or bits={"file_mb": 12}': "mean mean_bits bits_per_weight file_mb size_mb target_mb",
@@ -73,83 +74,53 @@ _WORDS = {
 # Keywords that are no config's, and are given to a callback all the same.
 _OF_TRAINER = ("float_first", "teacher", "teacher_init_kwargs")
 # Two ways to say which weights share a scale.
-_GROUPS = {"quantize_groups", "quantize_group_size"}
-# They tell a DeepSpeed config from a misspelled one of moq_hf.
-DEEPSPEED_KEYS = {
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "fp16",
-    "bf16",
-    "optimizer",
-    "scheduler",
-    "zero_optimization",
-    "steps_per_print",
-    "gradient_clipping",
-    "compression_training",
-}
-# What it assumes of keys that its section leaves out.
-DEEPSPEED_DEFAULTS: dict[str, Any] = {
-    "quantize_bits.start_bits": 16,
-    "quantize_schedule.quantize_period": 100,
-    "quantize_schedule.schedule_offset": 100,
-    "quantize_groups": 1,
-    "quantize_algo.scale": "absmax",
-    "quantize_algo.range": "narrow",
-}
+_GROUPS = ("groups", "group_size")
 
 
 def parse(
-    kind: type[C],
-    document: Any,
-    where: str,
-    keywords: Mapping[str, Any] | None = None,
-) -> C:
+    document: Any, where: str, keywords: Mapping[str, Any] = MappingProxyType({})
+) -> ConfigFields:
     """Make a config of a document, and of keywords that go before it.
 
     Raises:
         MoQConfigError: Lists everything that is wrong with them.
     """
     faults: list[str] = []
-    block, ignored = _block_of(document, where, faults)
-    is_deepspeed = block is not document
-    names = [*keyword_paths()]
-    given = _values_of(keywords or {}, faults, names)
-    # Errors have the words of who wrote the document.
-    is_flat = not document or bool(not is_deepspeed and _only_keywords(block))
-    read = flatten if is_deepspeed else _values_of
-    values = read(block, faults, names if is_flat else ())
-    # A keyword of the two goes before either of the document's.
-    if any(given.get(name) is not None for name in _GROUPS):
-        values = {name: value for name, value in values.items() if name not in _GROUPS}
-    values |= given
-    # What is not a format at all is found below.
-    fp4 = FP4.get(str(values.get("quantize_format")))
-    if fp4 is not None:
-        values.setdefault("quantize_bits.target_bits", FP4_BITS)
-        values.setdefault("quantize_group_size", fp4.group_size)
-    if is_deepspeed:
-        if values.get("quantize_group_size") is not None:
-            values.setdefault("quantize_groups", "per_channel")
-        values = DEEPSPEED_DEFAULTS | values
+    block, ignored = dialect.block_of(document, places(), where, faults)
+    language = "keywords"
+    if block is not document:
+        language = dialect.SECTION
+    elif dialect.is_spoken(block or keywords, places()):
+        language = "deepspeed"
+    said = _Said(language, faults)
+    said.read(block)
+    given = _Said("keywords" if block else language, faults)
+    given.read(keywords)
+    values = _with_defaults(said.values, given.values, language)
+    named: set[str] = set()
+
+    def spell(path: str) -> str:
+        named.add(path)
+        return given.words.get(path) or said.spell(path)
+
     wrong: dict[str, str] = {}
     try:
-        config = _read(kind, values, is_deepspeed)
+        config = _read(values, language)
     except ValidationError as error:
-        wrong = _value_faults(error, values)
+        wrong = _value_faults(error, values, spell)
         others = {path: value for path, value in values.items() if path not in wrong}
-        config = _read(kind, others, is_deepspeed)
+        config = _read(others, language)
     # A value that is not legal by itself is in no conflict, nor is the target that was
     # probably meant by a key that is none.
     settled = set(wrong)
-    if faults or "quantize_format" in wrong:
-        settled |= {"quantize_bits.target_bits"} - values.keys()
-    told = [*wrong.values()]
-    for text in config.conflicts():
-        if not any(path in text for path in settled):
-            told.append(text)
-    said = keyword_paths().values() if is_flat else given
-    faults += [_in_keywords(text, said) for text in told]
+    if faults or "format" in wrong:
+        settled |= {"bits"} - values.keys()
+    faults += wrong.values()
+    named.clear()
+    for text in config.conflicts(spell):
+        if named.isdisjoint(settled):
+            faults.append(text)
+        named.clear()
     if faults:
         raise MoQConfigError(_in_one_text(where, faults))
     if ignored:
@@ -160,121 +131,139 @@ def parse(
     return config
 
 
-def _read(kind: type[C], values: Mapping[str, Any], is_deepspeed: bool) -> C:
+def _with_defaults(
+    said: Mapping[str, Any], given: Mapping[str, Any], language: str
+) -> dict[str, Any]:
+    """Put keywords before what a document says, and what is meant by keys that neither has.
+
+    Args:
+        said: Values of the document's keys.
+        given: Of the keywords.
+        language: Of the document.
+    """
+    values = {**said, **given}
+    # A keyword of the two goes before either of the document's.
+    if any(given.get(name) is not None for name in _GROUPS):
+        values = {n: v for n, v in values.items() if n not in _GROUPS or n in given}
+    # What is not a format at all is an error later.
+    fp4 = FP4.get(str(values.get("format")))
+    if fp4 is not None:
+        values = {"bits": FP4_BITS, "group_size": fp4.group_size} | values
+    if language != "keywords":
+        values = dialect.DEFAULTS | values
+    if language == dialect.SECTION:
+        if values.get("group_size") is not None:
+            values.setdefault("groups", "per_channel")
+        values = dialect.DEEPSPEED_DEFAULTS | values
+    return values
+
+
+def _read(values: Mapping[str, Any], language: str) -> ConfigFields:
     """Make a config of values by their paths.
 
     Raises:
         ValidationError: One of them is not legal.
     """
-    arranged = by_section(values) | {"from_deepspeed": is_deepspeed}
-    adapter = TypeAdapter(kind)
-    return adapter.validate_python(arranged, by_alias=True, by_name=False)
+    arranged = by_section(values) | {"dialect": language}
+    return TypeAdapter(ConfigFields).validate_python(arranged)
 
 
-def _block_of(
-    document: Any, where: str, faults: list[str]
-) -> tuple[Mapping[str, Any], list[Any]]:
-    """Find moq_hf's keys in a document, and the sections around them; `faults` takes what is wrong.
+class _Said:
+    """What a document, or keywords, say.
 
-    Raises:
-        MoQConfigError: There are none.
+    Attributes:
+        values: The value of each key by its path.
+        words: What the key is called there.
     """
-    if not isinstance(document, Mapping):
-        raise MoQConfigError(
-            f"{where}: must be an object of keys, got {show(document)}"
+
+    def __init__(self, language: str, faults: list[str]) -> None:
+        self._in_keywords = language == "keywords"
+        # Its own section has the dialect's words alone.
+        self._places = dialect.places(places()) | (
+            {} if language == dialect.SECTION else places()
         )
-    if "quantize_training" in document:
-        block = document["quantize_training"]
-        if not isinstance(block, Mapping):
-            raise MoQConfigError(
-                f"{where}: quantize_training must be an object of keys, got {show(block)}"
-            )
-        ours = [*_places(), "quantize_training", "$schema"]
-        faults += [
-            f"{name}: belongs in quantize_training"
-            for name in document
-            if name in _places()
-        ]
-        paths = keyword_paths()
-        beside = _only_keywords(document)
-        faults += [
-            f"{name}: keywords do not go beside quantize_training; write {paths[name]} in it, or keywords alone"
-            for name in document
-            if name in beside
-        ]
-        ours += beside
-        return block, [name for name in document if name not in ours]
-    if not DEEPSPEED_KEYS.isdisjoint(document) and not _only_keywords(document):
-        raise MoQConfigError(
-            f"{where}: a DeepSpeed config without the section quantize_training, so there is nothing to quantize"
-            + (
-                " (compression_training is another method)"
-                if "compression_training" in document
-                else ""
-            )
-            + '; add "quantize_training": {"quantize_bits": {"start_bits": 12, "target_bits": 8}, ...}'
-        )
-    return document, []
+        self._faults = faults
+        self.values: dict[str, Any] = {}
+        self.words: dict[str, str] = {}
 
+    def spell(self, path: str) -> str:
+        """What a key is, or would be, called there."""
+        other = path if self._in_keywords else dialect.word(path)
+        return self.words.get(path, other)
 
-@functools.cache
-def _places() -> dict[str, list[str]]:
-    """What may stand at the top of a file: sections with the names of their keys, and keys without any."""
-    places: dict[str, list[str]] = {"quantize_type": []}
-    for path in key_schemas():
-        head, _, name = path.partition(".")
-        places.setdefault(head, []).extend(filter(None, [name]))
-    places["quantize-algo"] = places["quantize_algo"]
-    return dict(sorted(places.items()))
-
-
-def flatten(
-    block: Mapping[str, Any], faults: list[str], known: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Give the value of each legal key by its path; `faults` takes what is not a legal key.
-
-    Args:
-        block: Keys, and sections of keys.
-        faults: What is wrong so far.
-        known: Names to propose for a misspelt one; by default those of a file.
-    """
-    known = known or [*_places(), "quantize_training"]
-    values: dict[str, Any] = {}
-    for name, value in block.items():
-        section = "quantize_algo" if name == "quantize-algo" else name
-        if not isinstance(name, str):
-            faults.append(f"{show(name)}: keys must be text")
-        elif section != name and section in block:
-            faults.append(
-                "quantize_algo and quantize-algo: two spellings of one key, give one"
-            )
-        elif name not in _places():
-            if name != "$schema":
-                faults.append(_unknown_key(name, "", known, len(faults)))
-        elif not (names := _places()[name]):
-            values[name] = value
-        elif not isinstance(value, Mapping):
-            faults.append(f"{section}: {show(value)} is not an object of keys")
-        else:
-            for inner, inner_value in value.items():
-                if inner in names:
-                    values[f"{section}.{inner}"] = inner_value
+    def read(self, block: Mapping[str, Any]) -> None:
+        """Take the keys of a block, and of the sections in it."""
+        names: dict[str, str] = {}
+        for name, value in block.items():
+            place = self._places.get(name)
+            if not isinstance(name, str):
+                self._faults.append(f"{show(name)}: keys must be text")
+            elif name in _OF_TRAINER:
+                self._faults.append(
+                    f"{name} is an argument of MoQTrainer: a callback cannot change the loss"
+                )
+            elif place is None:
+                if name != "$schema":
+                    self._is_unknown(name, "", self._legal())
+            elif isinstance(place, str):
+                self._take(place, name, value)
+            else:
+                first = names.setdefault(next(iter(place.values())), name)
+                if first == name:
+                    self._read_section(name, place, value)
                 else:
-                    faults.append(
-                        _unknown_key(str(inner), f"{section}.", names, len(faults))
-                    )
-    if "quantize_type" in values:
-        one = values.pop("quantize_type")
-        other = values.setdefault("quantize_algo.q_type", one)
-        if one != other:
-            both = f"quantize_type is {show(one)} but quantize_algo.q_type is {show(other)}"
-            faults.append(f"{both}: they mean the same, give one")
-    return values
+                    self._are_twins(first, name)
+
+    def _read_section(self, name: str, keys: Mapping[str, str], value: Any) -> None:
+        if is_dataclass(value):
+            value = given_in(value)
+        elif name == "activations":
+            value = _activations(value)
+        if not isinstance(value, Mapping):
+            also = ", a number of bits, true or false" * (name == "activations")
+            self._faults.append(f"{name}: {show(value)} is not an object of keys{also}")
+            return
+        for inner, inner_value in value.items():
+            if inner in keys:
+                self._take(keys[inner], f"{name}.{inner}", inner_value)
+            else:
+                self._is_unknown(str(inner), f"{name}.", [*keys])
+
+    def _take(self, path: str, name: str, value: Any) -> None:
+        first = self.words.setdefault(path, name)
+        # Within the dialect a key may be said twice.
+        if first != name and (path in (first, name) or value != self.values[path]):
+            self._are_twins(first, name)
+        self.values[path] = given_in(value) if is_dataclass(value) else value
+
+    def _are_twins(self, first: str, second: str) -> None:
+        self._faults.append(f"{first} and {second} mean the same, give one")
+
+    def _legal(self) -> list[str]:
+        own = places() if self._in_keywords else dialect.places(places())
+        return [*own, dialect.SECTION]
+
+    def _is_unknown(self, name: str, section: str, here: Sequence[str]) -> None:
+        # Which key was meant takes time to find, and is not shown after so many others.
+        is_told = len(self._faults) >= MOST_FAULTS
+        self._faults.append(
+            f"{show_key(section + name)}: unknown key"
+            + ("" if is_told else _meant(name, section, here, self.spell))
+        )
+
+
+def _activations(value: Any) -> Any:
+    """Give the section: it may be its bits, its switch, or the section without its switch."""
+    if isinstance(value, bool):
+        return {"enabled": value}
+    if isinstance(value, int):
+        return {"enabled": True, "bits": value}
+    return {"enabled": True, **value} if isinstance(value, Mapping) else value
 
 
 @functools.cache
 def schema_of_fields() -> dict[str, Any]:
-    """The JSON Schema of `ConfigFields` as pydantic makes it; keys with a dot are not in sections yet."""
+    """The JSON Schema of `ConfigFields` as pydantic makes it."""
     return TypeAdapter(ConfigFields).json_schema(mode="serialization")
 
 
@@ -292,6 +281,19 @@ def key_schemas() -> dict[str, dict[str, Any]]:
     return found
 
 
+@functools.cache
+def places() -> dict[str, Place]:
+    """The keywords: each with its path, and sections with the paths of their keys."""
+    found: dict[str, Any] = {}
+    for path in key_schemas():
+        head, _, name = path.partition(".")
+        if name:
+            found.setdefault(head, {})[name] = path
+        else:
+            found[head] = path
+    return found
+
+
 def by_section(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Put values whose keys have a dot into sections."""
     found: dict[str, Any] = {}
@@ -300,78 +302,6 @@ def by_section(flat: Mapping[str, Any]) -> dict[str, Any]:
         place = found.setdefault(head, {}) if head else found
         place[name] = value
     return found
-
-
-# ---- keywords
-
-
-@functools.cache
-def keyword_paths() -> dict[str, str]:
-    """The path of each keyword's key, or section, in a file."""
-    fields = cast(Any, ConfigFields).__pydantic_fields__
-    return {
-        name: own.serialization_alias or name
-        for name, own in fields.items()
-        if not own.exclude
-    }
-
-
-def _only_keywords(block: Mapping[str, Any]) -> set[str]:
-    """The names in a block that are keywords, and called otherwise in DeepSpeed's words."""
-    paths = keyword_paths()
-    return {name for name in block if paths.get(name, name) != name}
-
-
-def _values_of(
-    block: Mapping[str, Any], faults: list[str], known: Sequence[str]
-) -> dict[str, Any]:
-    """Give the value of each key by its path; keys are keywords, or DeepSpeed's words. `faults`, `known`: `flatten`."""
-    paths = keyword_paths()
-    words = _only_keywords(block)
-    own: dict[str, Any] = {}
-    theirs: dict[str, Any] = {}
-    for name, value in block.items():
-        if name in _OF_TRAINER:
-            faults.append(
-                f"{name} is an argument of MoQTrainer: a callback cannot change the loss"
-            )
-            continue
-        if is_dataclass(value):
-            value = given_in(value)
-        elif name == "activations":
-            value = _activations(value)
-        (own if name in words else theirs)[name] = value
-    values = flatten(theirs, faults, known)
-    for name, value in own.items():
-        path = paths[name]
-        if path in values or path in theirs:
-            faults.append(f"{name} and {path} mean the same, give one")
-        found = {path: value}
-        values |= found if "." in path else flatten(found, faults)
-    return values
-
-
-def _activations(value: Any) -> Any:
-    """Give the section of a file: the keyword may be its bits, its switch, or the section without its switch."""
-    if isinstance(value, bool):
-        return {"enabled": value}
-    if isinstance(value, int):
-        return {"enabled": True, "bits": value}
-    return {"enabled": True, **value} if isinstance(value, Mapping) else value
-
-
-def _in_keywords(text: str, said: Iterable[str]) -> str:
-    """Put keywords for the paths of keys in an error that has a path which was said by its keyword.
-
-    >>> _in_keywords("quantize_bits.target_bits: 17 is not legal", ["quantize_bits.target_bits"])
-    'bits: 17 is not legal'
-    """
-    if not any(path in text for path in said):
-        return text
-    for name, path in keyword_paths().items():
-        if "." in path or path.startswith("quantize_"):
-            text = text.replace(path, name)
-    return text
 
 
 # ---- what is wrong, in words
@@ -390,13 +320,16 @@ def _in_one_text(where: str, faults: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _value_faults(error: ValidationError, values: Mapping[str, Any]) -> dict[str, str]:
+def _value_faults(
+    error: ValidationError, values: Mapping[str, Any], spell: Speller
+) -> dict[str, str]:
     """Give a line on each wrong value by its path.
 
     Args:
         error: What pydantic found; a value that no kind of a key takes is found wrong
             by each.
         values: The values by their paths.
+        spell: Gives the name of a key by its path.
     """
     schemas = key_schemas()
     faults: dict[str, str] = {}
@@ -408,7 +341,7 @@ def _value_faults(error: ValidationError, values: Mapping[str, Any]) -> dict[str
             continue
         path = ".".join(map(str, found["loc"][:2]))
         path = path if path in schemas else str(head)
-        faults[path] = _value_fault(path, values[path], schemas[path])
+        faults[path] = _value_fault(spell(path), values[path], schemas[path])
     return faults
 
 
@@ -422,7 +355,8 @@ def _override_fault(
     if key is None or not isinstance(override, Mapping):
         return f"{where}: {show(override)} is not an object of {', '.join(schemas)}"
     if key not in schemas:
-        return _unknown_key(str(key), f"{where}.", [*schemas], 0)
+        hint = _meant(str(key), f"{where}.", [*schemas], str)
+        return f"{show_key(f'{where}.{key}')}: unknown key{hint}"
     return _value_fault(f"{where}.{key}", override[key], schemas[key])
 
 
@@ -494,42 +428,45 @@ def legal(schema: Mapping[str, Any]) -> str:
     return str(schema.get("title", schema.get("type")))
 
 
-def _unknown_key(name: str, section: str, here: Sequence[str], earlier: int) -> str:
-    """Say what was probably meant by a key that does not exist.
+def _meant(name: str, section: str, here: Sequence[str], spell: Speller) -> str:
+    """Say what was probably meant by a key that does not exist; "" for a text that is no name.
 
     Args:
         name: The key.
         section: Where it stands, with a dot; "" is the top.
         here: What is legal there.
-        earlier: How many faults are listed already.
+        spell: Gives the name of a key by its path.
     """
-    path = show_key(section + name)
-    # Which key was meant takes time to find, and is not shown after so many others, nor
-    # for a text that is no name.
-    if earlier >= MOST_FAULTS or len(name) > 80:
-        return f"{path}: unknown key"
-    inner = {key.split(".")[1]: key for key in key_schemas() if "." in key}
-    ours = inner | keyword_paths()
-    # They stand in several places and point nowhere.
-    for common in ("enabled", "verbose"):
-        del ours[common]
-    theirs = _words_of_others()
+    if len(name) > 80:
+        return ""
+    ours = _paths()
     word = name.lower().replace("-", "_")
-    meant = None if section and word in ours else theirs.get(word)
+    meant = None if section and word in ours else _words_of_others().get(word)
     if meant is None:
         near = nearest(word, here, 0.75)
         # A letter too many is a slip, even where another section has the word as it is.
         if near and (word not in ours or nearest(word, here, 0.9)):
-            return f"{path}: unknown key, did you mean {section}{near}?"
+            return f", did you mean {section}{near}?"
         meant = ours.get(nearest(word, ours, 0.8) or "")
     if meant is None:
-        return f"{path}: unknown key; legal here are {', '.join(here)}"
+        return f"; legal here are {', '.join(here)}"
     if " " in meant:
-        return f"{path}: unknown key; {meant}"
-    # Keywords and overrides have a key by its short name.
-    short = {key: word for word, key in keyword_paths().items()}.get(meant)
-    found = f"{section}{short}" if short in here else meant
-    return f"{path}: unknown key, did you mean {found}?"
+        return f"; {meant}"
+    # Overrides have a key by its short name.
+    return f", did you mean {section + meant if meant in here else spell(meant)}?"
+
+
+@functools.cache
+def _paths() -> dict[str, str]:
+    """The path of each key and section by its name, without the dialect's sections of what are no sections."""
+    found: dict[str, str] = {}
+    for spell in (dialect.word, str):
+        for path in [*reversed(key_schemas()), *places()]:
+            found[spell(path).rpartition(".")[2]] = path
+    # They stand in several places and point nowhere.
+    for common in ("enabled", "verbose"):
+        del found[common]
+    return found
 
 
 @functools.cache

@@ -25,7 +25,7 @@ class MoQConfigError(MoQError):
     """A config that cannot be used: one line for each thing that is wrong with it.
 
     >>> import moq_hf
-    >>> moq_hf.MoQConfig.from_dict({"quantize_bits": {"start_bits": 12, "target_bit": 4}, "seed": -1})
+    >>> moq_hf.MoQConfig.from_dict({"bits": 4, "strat_bits": 12, "seed": -1})
     Traceback (most recent call last):
     moq_hf.errors.MoQConfigError: MoQ config: 2 things are wrong
     ...

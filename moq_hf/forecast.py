@@ -143,11 +143,7 @@ def plan(
             after it, has more drops than fit before its deadline, or cannot reach its
             target without `allow_unreached`; or the eigenvalues are wrong.
 
-    >>> config = {
-    ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
-    ...     "quantize_schedule": {"quantize_period": 10, "schedule_offset": 5},
-    ... }
-    >>> print(plan(config, 100))
+    >>> print(plan({"bits": 4, "start_bits": 6, "period": 10, "offset": 5}, 100))
     100 optimizer steps, 6 to 4 bits, offset 5, period 10, no deadline
     block        6 bits  5 bits  4 bits  at target
     every block       5      15      25         25
@@ -177,7 +173,7 @@ def plan(
     if sure and not config.allow_unreached:
         raise MoQError(
             f"{_advice(config, total_steps, sure[0])}{_migrate(config, total_steps)}; with "
-            "quantize_schedule.allow_unreached true it trains all the same"
+            f"{config.spell('allow_unreached')} true it trains all the same"
         )
     notes = _idle(config)
     for late in unreached[:1]:
@@ -210,7 +206,7 @@ def _check_length(config: MoQConfig, total_steps: Any) -> None:
     offset = offset_step_of(config, total_steps)
     if offset >= total_steps:
         raise MoQError(
-            f"quantize_schedule.schedule_offset {offset} is not before the end of training at "
+            f"{config.spell('offset')} {offset} is not before the end of training at "
             f"{total_steps} optimizer steps: nothing would be quantized; set it to less, 0 for instance"
             f"{_migrate(config, total_steps)}"
         )
@@ -219,21 +215,22 @@ def _check_length(config: MoQConfig, total_steps: Any) -> None:
 def _idle(config: MoQConfig) -> list[str]:
     """Say which keys have no effect: of sections that are off, and of the pace where no bits fall."""
     sections: dict[str, Any] = {
-        "activation_quantization": config.activations,
-        "fp16_mixed_quantize": config.blend,
+        "activations": config.activations,
+        "blend": config.blend,
     }
     # A budget measures without the switch.
     if config.budget is None:
         sections["eigenvalue"] = config.eigenvalue
     notes = [
-        f"{name} without effect: its enabled is false"
+        f"{config.spell(name)} without effect: its enabled is false"
         for name, section in sections.items()
         if not section.enabled and section != type(section)()
     ]
     paced = config.deadline or config.period != "auto" or config.eigenvalue.enabled
     if paced and not config.falls:
         notes.append(
-            "quantize_period, deadline and eigenvalue without effect, since no bits fall: give a higher start_bits"
+            f"{config.spell('period')}, deadline and eigenvalue without effect, since no bits fall: give a higher "
+            "start_bits"
         )
     return notes
 
@@ -291,7 +288,7 @@ def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:
     options = []
     # The last drop comes at a multiple of the period, since the rule only multiplies.
     if since and (period := room // (since[-1] // since[0])) > 0:
-        options.append(f"a quantize_period of at most {period}")
+        options.append(f"a {config.spell('period')} of at most {period}")
     if fitting := sum(step <= room for step in since):
         options.append(f"start_bits {late.target_bits + fitting}")
     fits = ", or ".join(options) or f"only a run of {late.target_step} steps"

@@ -70,7 +70,7 @@ class RowBlocks:
 
     count: int = 1
     # The config's key, and what else an error may propose.
-    key: ClassVar[str] = "quantize_groups"
+    key: ClassVar[str] = "groups"
     instead: ClassVar[str] = ', or "per_channel"'
     # Weights of a row that share a scale; None: whole rows do.
     row_size: ClassVar[int | None] = None
@@ -117,7 +117,7 @@ class PerGroup:
     """
 
     size: int
-    key: ClassVar[str] = "quantize_group_size"
+    key: ClassVar[str] = "group_size"
     instead: ClassVar[str] = ""
 
     @property

@@ -192,12 +192,17 @@ def new_inputs(grid: InputGrid, weight: Tensor) -> InputObserver:
     return InputObserver(grid, observed, weight.dtype)
 
 
-def inputs_out_of_reach(layers: Iterable[str]) -> str:
-    """What is wrong with layers whose weights are used without the layers, so that their inputs stay as they are."""
+def inputs_out_of_reach(layers: Iterable[str], key: str) -> str:
+    """What is wrong with layers whose weights are used without the layers, so that their inputs stay as they are.
+
+    Args:
+        layers: Their names.
+        key: What the config calls the key that asks for rounded inputs.
+    """
     names = ", ".join(f'"{name}"' for name in layers)
     return (
-        f"activation_quantization: the weights of {names} are used without calling these layers, so that their inputs "
-        "cannot be rounded: add them to modules_to_not_convert, or leave activation_quantization out"
+        f"{key}: the weights of {names} are used without calling these layers, so that their inputs "
+        f"cannot be rounded: add them to modules_to_not_convert, or leave {key} out"
     )
 
 

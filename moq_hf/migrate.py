@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .config import MoQConfig
-from .config_reading import DEEPSPEED_DEFAULTS, DEEPSPEED_KEYS
+from .dialect import DEEPSPEED_DEFAULTS, DEEPSPEED_KEYS, SECTION
 from .errors import MoQError
 from .forecast import plan
 from .schedule import fade_steps
@@ -32,12 +32,13 @@ def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
         MoQError: No change of the schedule fits into the run.
 
     >>> block = {"quantize_bits": {"start_bits": 12, "target_bits": 8}, "quantize_schedule": {"quantize_period": 400}}
-    >>> migrate({"quantize_training": block}, 345)["quantize_schedule"]
-    {'quantize_period': 'auto', 'schedule_offset': 0}
+    >>> written = migrate({"quantize_training": block}, 345)
+    >>> written["bits"], written["period"], written["offset"]
+    (8, 'auto', 0)
     """
-    known = DEEPSPEED_KEYS.union(["quantize_training"])
+    known = {SECTION} | DEEPSPEED_KEYS
     if isinstance(document, Mapping) and known.isdisjoint(document):
-        document = {"quantize_training": document}
+        document = {SECTION: document}
     config = MoQConfig.from_dict(document)
     if not config.enabled:
         raise MoQError(
@@ -56,7 +57,7 @@ def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
             "moq_hf: changed so that a run of %d optimizer steps reaches %s: %s",
             max_steps,
             config.target_in_words,
-            describe(changed),
+            describe(changed, config.spell),
         )
     return fitting.changed(*DEEPSPEED_DEFAULTS)
 

@@ -3,7 +3,7 @@
 `QuantConv1D` does the same for GPT-2's transposed linear layers, `QuantEmbedding` for
 an embedding table, one scale per row, and `QuantConv1d` and `QuantConv2d` for
 convolutions, whose weight is a matrix with a row for each output channel,
-`[out_channels, in_channels / groups * kernel]`. `activation_quantization` rounds the
+`[out_channels, in_channels / groups * kernel]`. `activations` rounds the
 inputs of linear layers alone.
 
 A model gets its quantized layers by a change of class, so that parameter objects,
@@ -222,7 +222,9 @@ class QuantLayer(QuantModule):
         state = self.moq
         if state.inputs is not None:
             if state.used and not state.inputs.called:
-                raise MoQError(inputs_out_of_reach([state.name]))
+                raise MoQError(
+                    inputs_out_of_reach([state.name], state.config.spell("activations"))
+                )
             state.inputs.step(state.inputs.observed)
         if not mode:
             return
@@ -341,7 +343,7 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     >>> from moq_hf import quantize_model
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    >>> quantize_model(model, {"quantize_bits": {"start_bits": 3, "target_bits": 3}})
+    >>> quantize_model(model, bits=3)
     Sequential(
       (0): QuantLinear(in_features=4, out_features=4, bias=True, bits=3)
       (1): Linear(in_features=4, out_features=2, bias=True)
@@ -415,9 +417,8 @@ class QuantConv1d(QuantConv, nn.Conv1d):
         moq: The layer's `LayerState`.
 
     >>> from moq_hf import quantize_model
-    >>> bits = {"start_bits": 4, "target_bits": 4}
     >>> model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.Linear(6, 2))
-    >>> quantize_model(model, {"quantize_bits": bits, "quantize_convolutions": True})
+    >>> quantize_model(model, bits=4, convolutions=True)
     Sequential(
       (0): QuantConv1d(4, 8, kernel_size=(3,), stride=(1,), bits=4)
       (1): Linear(in_features=6, out_features=2, bias=True)

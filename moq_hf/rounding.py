@@ -41,7 +41,7 @@ def quantize_model(
 
     With `gptq` linear layers, frozen ones too, are rounded by GPTQ for the inputs that
     they have in as many examples of `inputs`; the float weights are then rounded ones.
-    With static `activation_quantization` the range of a layer's inputs is the largest
+    With static `activations` the range of a layer's inputs is the largest
     magnitude in `inputs`; without them it is that of each call, until training sets it.
 
     In a loop without a callback each call of `model.train()` counts as an optimizer
@@ -54,7 +54,7 @@ def quantize_model(
         model: Any module.
         config: A preset's name, a `MoQConfig`, a mapping or the path of a JSON file;
             None: the keywords say it all.
-        inputs: Examples for `gptq` and for static `activation_quantization`: a batch as
+        inputs: Examples for `gptq` and for static `activations`: a batch as
             the model's forward pass takes it, or an iterable of batches, a `DataLoader`
             for instance, of which `gptq` reads no more than it needs.
         **keywords: Those of `MoQConfig`, which go before what `config` says.
@@ -79,7 +79,7 @@ def quantize_model(
     config = MoQConfig.load(config, **keywords)
     if config.budget is not None:
         raise MoQError(
-            "quantize_bits.target_bits: bits under a budget are chosen while a Trainer trains; give a number"
+            f"{config.spell('bits')}: bits under a budget are chosen while a Trainer trains; give a number"
         )
     if config.distillation.teacher is not None:
         raise MoQError(
@@ -117,14 +117,14 @@ def _batches(
     if inputs is None:
         if wanted:
             raise MoQError(
-                f"quantize_algo.gptq: GPTQ rounds by examples: give {wanted} of them to quantize_model as inputs=, a "
-                "batch as the model's forward pass takes it or several, or leave gptq out"
+                f"{config.spell('gptq')}: GPTQ rounds by examples: give {wanted} of them to quantize_model as inputs=, "
+                "a batch as the model's forward pass takes it or several, or leave gptq out"
             )
         return []
     if not wanted and not _has_ranges(config):
         raise MoQError(
-            "inputs: nothing is done with them: they are for gptq and for static activation_quantization, and the "
-            "config has neither"
+            f"inputs: nothing is done with them: they are for gptq and for static {config.spell('activations')}, and "
+            "the config has neither"
         )
     is_one = isinstance(inputs, Mapping | str | Tensor) or not isinstance(
         inputs, Iterable
@@ -138,7 +138,7 @@ def _batches(
     if count < max(wanted, 1):
         less = f", or set gptq to {count}" if count else ""
         raise MoQError(
-            f"inputs hold {count} examples, and quantize_algo.gptq asks for {wanted}: give as many{less}"
+            f"inputs hold {count} examples, and {config.spell('gptq')} asks for {wanted}: give as many{less}"
             if wanted
             else "inputs hold no example"
         )
@@ -178,8 +178,8 @@ def _learn_from(
             rounded = can_round(layers.values())
             if not rounded or any(is_apart(layer.float_weight) for layer in rounded):
                 raise MoQError(
-                    "quantize_algo.gptq: it rounds linear layers whose weights are in this process, and there is none; "
-                    "leave gptq out"
+                    f"{config.spell('gptq')}: it rounds linear layers whose weights are in this process, and there is "
+                    "none; leave gptq out"
                 )
             # What is wrong with a batch comes before any weight is changed.
             run_all()

@@ -81,7 +81,7 @@ class PrecisionSchedule:
 
     Raises:
         MoQError: No blocks, no `total_steps` where they are needed,
-            or too few of them for `activation_quantization.start_step` or for the
+            or too few of them for `activations.start_step` or for the
             deadline: the text says what would fit.
 
     Attributes:
@@ -94,10 +94,7 @@ class PrecisionSchedule:
             called, where the config has a budget.
         period: Block name to the steps since the offset at which its next drop is due.
 
-    >>> config = MoQConfig.from_dict({
-    ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
-    ...     "quantize_schedule": {"quantize_period": 2, "schedule_offset": 0},
-    ... })
+    >>> config = MoQConfig(bits=4, start_bits=6, period=2)
     >>> schedule = PrecisionSchedule(config, ["layer.0", "layer.1"])
     >>> for step in range(1, 5):
     ...     switches = schedule.advance()
@@ -130,7 +127,7 @@ class PrecisionSchedule:
             and start >= total_steps
         ):
             raise MoQError(
-                f"activation_quantization.start_step: {start} is not reached in {total_steps} optimizer steps"
+                f"{config.spell('activations.start_step')}: {start} is not reached in {total_steps} optimizer steps"
             )
         self._fit_into(total_steps)
         self.steps = 0
@@ -363,7 +360,7 @@ class PrecisionSchedule:
         last = self.deadline_step
         if last is None:
             raise MoQError(
-                'quantize_schedule: the period "auto" and deadline need total_steps, the length of the run'
+                f'{config.spell("period")} "auto" and {config.spell("deadline")} need total_steps, the run\'s length'
             )
         fade = fade_steps(config)
         longest = max(self._configs, key=self._drops)
@@ -384,9 +381,9 @@ class PrecisionSchedule:
             fits = f"start_bits {self._target(longest) + self._room}, or {fits}"
         blend = f" and the {fade} steps of the last blend" if fade else ""
         raise MoQError(
-            f"quantize_schedule.deadline: {config.deadline:g} of {total_steps} optimizer steps is step {last}; with "
-            f"schedule_offset {offset} the {drops} drops, at most one a step,{blend} take until step {needed} at "
-            f"least. What would fit: {fits}"
+            f"{config.spell('deadline')}: {config.deadline:g} of {total_steps} optimizer steps is step {last}; with "
+            f"{config.spell('offset')} {offset} the {drops} drops, at most one a step,{blend} take until step {needed} "
+            f"at least. What would fit: {fits}"
         )
 
     def _change(self, name: str, eigenvalue: float | None) -> Switch:
@@ -455,7 +452,7 @@ def offset_step_of(config: MoQConfig, total_steps: int | None) -> int:
     if isinstance(offset, float):
         if total_steps is None:
             raise MoQError(
-                "quantize_schedule: a schedule_offset below 1 needs total_steps, the length of the run"
+                f"{config.spell('offset')}: below 1 it needs total_steps, the length of the run"
             )
         offset = _share_of(offset, total_steps)
     return offset if config.budget is None else max(1, offset)

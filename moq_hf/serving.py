@@ -179,7 +179,7 @@ _WITHOUT = {
     ),
     "embedding": (
         "embedding tables must be floats",
-        "quantize_embeddings: null is served",
+        "embeddings: null is served",
     ),
 }
 # A base model's pooler is not loaded at all.
@@ -445,7 +445,7 @@ def _faults(
         yield (
             f"it does not take {weight.format}",
             None,
-            'quantize_format "int" is served',
+            'format "int" is served',
         )
     legal = server.symmetric if weight.symmetric else server.asymmetric
     if weight.bits not in legal:
@@ -454,9 +454,9 @@ def _faults(
     size = weight.group_size if weight.format == "int" else None
     if size and (size % server.multiple or size not in (server.groups or [size])):
         groups = either(server.groups) or f"a multiple of {server.multiple}"
-        instead = f"quantize_group_size {groups}, or per channel, is served"
+        instead = f"group_size {groups}, or per channel, is served"
         if weight.kind == "embedding":
-            instead = "quantize_embeddings 8 is served"
+            instead = "embeddings 8 is served"
         yield f"its groups are {groups}", size, instead
     # llama.cpp's blocks of NVFP4 are of four groups.
     four_groups = server.repacks and weight.format == "nvfp4"

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Trainer
 from .callback import MoQCallback, write_result
 from .config import MoQConfig
 from .config_fields import DistillationConfig
-from .config_reading import keyword_paths
+from .config_reading import places
 from .errors import MoQError
 from .model.convert import is_quantized, quant_layers
 from .model.inventory import is_packed
@@ -111,10 +111,7 @@ class MoQTrainer(Trainer):
     >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
     >>> data = [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4, 5, 6], "labels": 1}]
-    >>> config = {
-    ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
-    ...     "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0},
-    ... }
+    >>> config = {"bits": 4, "start_bits": 6, "period": 1}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     args = TrainingArguments(folder, max_steps=3, use_cpu=True, report_to=[])
     ...     trainer = MoQTrainer(model, args, train_dataset=data, moq_config=config)
@@ -140,7 +137,7 @@ class MoQTrainer(Trainer):
         # Keywords that no Trainer takes go to the config, whose error says what a wrong one was meant for.
         taken = inspect.signature(super().__init__).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-        own = keyword_paths().keys() if takes_any else kwargs.keys()
+        own = places().keys() if takes_any else kwargs.keys()
         keywords = {
             name: kwargs.pop(name)
             for name in [*own]

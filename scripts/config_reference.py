@@ -5,11 +5,12 @@ Run at the root of the repository: `python scripts/config_reference.py`.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moq_hf.config_reading import by_section, key_schemas, keyword_paths, legal, schema_of_fields
+from moq_hf import dialect
+from moq_hf.config_reading import key_schemas, legal, places, schema_of_fields
 from moq_hf.text import markdown_table
 
 SCHEMA = Path("configs/moq.schema.json")
@@ -19,65 +20,64 @@ PAGE = Path("docs/reference/config.md")
 def key_table() -> str:
     """The keys as a Markdown table, for the documentation."""
     rows = [
-        [f"`{path}`", legal(schema), f"`{json.dumps(schema['default'])}`", schema["description"]]
+        [
+            f"`{path}`",
+            legal(schema),
+            f"`{json.dumps(schema['default'])}`",
+            schema["description"],
+            f"`{dialect.word(path)}`" if dialect.word(path) != path else "",
+        ]
         for path, schema in key_schemas().items()
     ]
-    return markdown_table([["key", "legal", "default", "meaning"], *rows])
+    return markdown_table([["key", "legal", "default", "meaning", "DeepSpeed"], *rows])
 
 
-def with_keywords(properties: Iterable[str]) -> dict[str, Any]:
-    """The schema of a block whose keys, `properties`, may be keywords too, without two words for one key."""
-    found = {name: {"$ref": f"#/$defs/block/properties/{name}"} for name in properties}
-    twice: list[dict[str, Any]] = [{"required": ["quantize_algo", "quantize-algo"]}]
-    for name, path in keyword_paths().items():
-        if name != path:
-            head, _, inner = path.partition(".")
-            place = path.replace(".", "/properties/")
-            found[name] = {"$ref": f"#/$defs/block/properties/{place}"}
-            both = {head: {"required": [inner]}} if inner else {}
-            twice.append({"required": [name, head], "properties": both})
-    found["activations"] = {
-        "anyOf": [found["activations"], {"type": "boolean"}, key_schemas()["activation_quantization.bits"]],
-        "description": "the section, its `bits`, or whether it is on",
-    }
-    return {"type": "object", "properties": found, "additionalProperties": False, "not": {"anyOf": twice}}
+def _block(names: Mapping[str, dialect.Place], twice: list[dict[str, Any]]) -> dict[str, Any]:
+    """The schema of an object of keys, and of sections of keys; `twice` has what must not be there together."""
+    properties: dict[str, Any] = {"$schema": {"description": "path of the JSON Schema, for editors; ignored"}}
+    for name, place in names.items():
+        if isinstance(place, str):
+            properties[name] = {"$ref": f"#/$defs/key.{place}"}
+        else:
+            keys = {inner: {"$ref": f"#/$defs/key.{path}"} for inner, path in place.items()}
+            properties[name] = {"type": "object", "properties": keys, "additionalProperties": False}
+    return {"type": "object", "properties": properties, "additionalProperties": False, "not": {"anyOf": twice}}
 
 
 def json_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a file; `configs/moq.schema.json` holds it for editors.
 
-    >>> json_schema()["$defs"]["block"]["properties"]["quantize_group_size"]["default"] is None
+    >>> json_schema()["$defs"]["key.group_size"]["default"] is None
     True
     """
-    properties = {"$schema": {"description": "path of the JSON Schema, for editors; ignored"}}
-    for name, value in by_section(schema_of_fields()["properties"]).items():
-        is_section = name not in schema_of_fields()["properties"]
-        section = {"type": "object", "additionalProperties": False, "properties": value}
-        properties[name] = section if is_section else value
-    also = {"description": "another spelling of `quantize_algo.q_type`"}
-    properties["quantize_type"] = key_schemas()["quantize_algo.q_type"] | also
-    properties["quantize-algo"] = {"$ref": "#/$defs/block/properties/quantize_algo"}
-    block = {"$ref": "#/$defs/block"}
-    flat = with_keywords(properties)
+    theirs = dialect.places(places())
+    twice: list[dict[str, Any]] = [{"required": ["quantize_algo", "quantize-algo"]}]
+    section = _block(theirs, [*twice])
+    for name in places():
+        head, _, inner = dialect.word(name).partition(".")
+        if head != name:
+            both = {head: {"required": [inner]}} if inner else {}
+            twice.append({"required": [name, head], "properties": both})
+    flat = _block({**places(), **theirs}, twice)
+    flat["properties"]["activations"] = {
+        "anyOf": [flat["properties"]["activations"], {"type": "boolean"}, {"$ref": "#/$defs/key.activations.bits"}],
+        "description": "the section, its `bits`, or whether it is on",
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "moq_hf",
         "description": "A config of moq_hf: keywords, or DeepSpeed's words, alone or in quantize_training.",
         "type": "object",
-        "if": {"required": ["quantize_training"]},
+        "if": {"required": [dialect.SECTION]},
         "then": {
-            "properties": {"quantize_training": block},
-            "propertyNames": {"not": {"enum": sorted(flat["properties"].keys() - {"$schema"})}},
+            "properties": {dialect.SECTION: {"$ref": "#/$defs/section"}},
+            "propertyNames": {"not": {"enum": sorted({*places(), *theirs})}},
         },
         "else": {"$ref": "#/$defs/flat"},
         "$defs": {
             **schema_of_fields()["$defs"],
-            "block": {
-                "type": "object",
-                "properties": properties,
-                "additionalProperties": False,
-                "not": {"required": ["quantize_algo", "quantize-algo"]},
-            },
+            **{f"key.{path}": schema for path, schema in key_schemas().items()},
+            "section": section,
             "flat": flat,
         },
     }

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_
 from glue_data import TASKS, read_text
 from glue_hub import UserError, one_line
 
+from moq_hf import MoQArguments
+
 # transformers takes seconds to import: only after a JSON file of arguments could be read.
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -47,18 +49,12 @@ def _option(text: str, default: Any = None, **more: Any) -> Any:
 
 
 @dataclasses.dataclass
-class ModelArguments:
-    """Which model to train, and how to quantize it."""
+class ModelArguments(MoQArguments):
+    """Which model to train, and how to quantize it; without `moq_config` and keywords: plain float training."""
 
+    # Here it may be the start, too: --teacher_name_or_path.
+    teacher: None = dataclasses.field(default=None, init=False)
     model_name_or_path: str | None = _option("Model folder, or name of a model on the Hub.")
-    moq_config: str | None = _option(
-        "Preset (w4, ...) or JSON file of the quantization; without it: plain float training."
-    )
-    float_first: float | None = _option(
-        "Train in float for that share of the steps (default: half); the model is start and teacher of the rest.",
-        nargs="?",
-        const=0.5,
-    )
     float_baseline: bool = _option("Before that, train the same in float, and report both.", False)
     teacher_name_or_path: str | None = _option(
         "Model fine-tuned on the task (folder or Hub name) whose outputs are learned too. "
@@ -301,11 +297,12 @@ def _check_files(files: dict[str, str], args: Any) -> list[str]:
 
 def _check_model(model_args: ModelArguments, args: Any) -> list[str]:
     problems = []
-    if model_args.float_baseline and not (model_args.moq_config and args.do_train and args.do_eval):
+    is_quantized = bool(model_args.moq_config or model_args.keywords())
+    if model_args.float_baseline and not (is_quantized and args.do_train and args.do_eval):
         problems.append("--float_baseline needs --moq_config, --do_train and --do_eval: it compares two trainings")
     if model_args.float_first is not None:
-        problems += _check_float_first(model_args, args)
-    if model_args.teacher_name_or_path and not (model_args.moq_config and args.do_train):
+        problems += _check_float_first(model_args, args, is_quantized)
+    if model_args.teacher_name_or_path and not (is_quantized and args.do_train):
         problems.append("--teacher_name_or_path needs --moq_config and --do_train: it teaches a model in quantization")
     if model_args.model_name_or_path is None and model_args.config_name is None:
         problems.append("no model: give --model_name_or_path, or --config_name to train from scratch")
@@ -327,11 +324,11 @@ def _check_model(model_args: ModelArguments, args: Any) -> list[str]:
     return problems
 
 
-def _check_float_first(model_args: ModelArguments, args: Any) -> list[str]:
+def _check_float_first(model_args: ModelArguments, args: Any, is_quantized: bool) -> list[str]:
     problems = []
     if not 0 < model_args.float_first < 1:
         problems.append(f"--float_first is {model_args.float_first:g}; it is a share of the run, above 0 and below 1")
-    if not (model_args.moq_config and args.do_train):
+    if not (is_quantized and args.do_train):
         problems.append("--float_first needs --moq_config and --do_train: it is the first part of a quantized training")
     for name in ("float_baseline", "teacher_name_or_path"):
         if getattr(model_args, name):

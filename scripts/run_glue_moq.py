@@ -373,9 +373,7 @@ def _quantization(model_args: ModelArguments, args: "TrainingArguments") -> "MoQ
         UserError: --float_first without quantization.
         moq_hf.MoQError: something wrong in the file.
     """
-    from moq_hf.config import MoQConfig
-
-    moq_config = MoQConfig.load(model_args.moq_config) if model_args.moq_config else None
+    moq_config = model_args.config()
     if moq_config is None:
         logger.info("no --moq_config: plain float training")
     elif not args.do_train:

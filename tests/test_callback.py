@@ -168,7 +168,7 @@ def test_a_run_that_ends_early_has_no_best_and_says_so(tmp_path: Path, caplog: p
     assert trainer.state.best_model_checkpoint is None
     text = "\n".join(record.message for record in caplog.records)
     assert "the run has 8 optimizer steps but reaches 3 bits only at step 10" in text
-    assert "a quantize_period of at most 1, or start_bits 5 fits" in text
+    assert "a quantize_schedule.quantize_period of at most 1, or start_bits 5 fits" in text
     assert (
         "before every block was at 3 bits: 3 blocks at 4 bits; no" in text and "no checkpoint was a candidate" in text
     )
@@ -239,7 +239,7 @@ def test_off_means_off(tmp_path: Path) -> None:
         ),
         (
             lambda d: moq(d, {**CONFIG, "quantize_schedule": {"schedule_offset": 100}}).train(),
-            "0.25 of 16 optimizer steps is step 4; with schedule_offset 100 .* a run of 412 steps",
+            "0.25 of 16 optimizer steps is step 4; with quantize_schedule.schedule_offset 100 .* a run of 412 steps",
         ),
         (lambda d: moq(d, str(d / "none.json")), "none.json"),
         (lambda d: moq(d, learning_rate=1e30, max_grad_norm=0.0).train(), r"NaN or Inf in bert\.encoder"),

@@ -27,7 +27,8 @@ from moq_hf.config_fields import (
     EigenvalueConfig,
     SensitivityConfig,
 )
-from moq_hf.config_reading import key_schemas
+from moq_hf.config_reading import key_schemas, places
+from moq_hf.dialect import WORDS
 from moq_hf.errors import MoQConfigError
 from moq_hf.forecast import plan
 from moq_hf.grid import Grid, PerChannel, PerGroup
@@ -120,13 +121,18 @@ def test_round_trip(document: dict[str, Any]) -> None:
     assert again == config and hash(again) == hash(config)
     assert again.to_dict() == written
     assert MoQConfig.load(config) is config
+    theirs = config.to_deepspeed()
+    for block in (theirs, {"quantize_training": theirs}):
+        assert MoQConfig.from_dict(json.loads(json.dumps(block))) == config
+        assert VALIDATOR.is_valid(block)
     assert VALIDATOR.is_valid(document) and VALIDATOR.is_valid(written)
+    assert MoQConfig.from_dict(config.changed()) == config or not config.enabled
 
 
 @given(documents())
 def test_what_the_document_says_is_what_the_config_has(document: dict[str, Any]) -> None:
     config = MoQConfig.from_dict(document)
-    written = config.to_dict()
+    written = config.to_deepspeed()
     algo = document.get("quantize_algo", document.get("quantize-algo"))
     assert config.symmetric is ((algo.get("q_type") or document["quantize_type"]) == "symmetric")
     for key, value in document.items():
@@ -143,7 +149,9 @@ def test_what_the_document_says_is_what_the_config_has(document: dict[str, Any])
 
 def test_defaults() -> None:
     """Each default is in the golden file, which `test_what_states_hold_does_not_change` compares."""
-    assert MoQConfig.from_dict(BITS) == STATED["defaults"]
+    assert MoQConfig.from_dict({"bits": 8, "start_bits": 12}) == STATED["defaults"]
+    # Documents in DeepSpeed's words leave tables alone.
+    assert MoQConfig.from_dict(BITS) == replace(STATED["defaults"], embeddings=None)
     off = MoQConfig.from_dict({"enabled": False})
     assert (off.start_bits, off.bits) == (16, 16)
     assert not off.enabled
@@ -225,13 +233,27 @@ def test_what_states_hold_does_not_change(case: str) -> None:
     assert MoQConfig.from_dict(WRITTEN[case]) == STATED[case]
 
 
+@pytest.mark.parametrize("case", STATED)
+def test_what_states_of_0_2_hold_is_read_as_it_was_meant(case: str) -> None:
+    written = json.loads((ROOT / "tests" / "golden" / "v0_2" / "config_states.json").read_text(encoding="utf-8"))[case]
+    # Its default left tables alone.
+    tables = {"defaults": None, "others": 4}[case]
+    assert MoQConfig.from_dict(written) == replace(STATED[case], embeddings=tables)
+    assert MoQConfig.from_dict(written).to_deepspeed() == written
+
+
+def test_the_dialect_has_words_for_keys_alone() -> None:
+    assert WORDS.keys() <= places().keys()
+    assert len({*WORDS.values()}) == len(WORDS)
+
+
 def test_every_attribute_is_written() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(MoQConfig)}
     # An asymmetric grid has no full range, and is of no format.
-    assert fields.keys() - OTHERS.keys() == {"from_deepspeed", "range", "groups", "format"}
-    assert MoQConfig(format="nvfp4").to_dict()["quantize_format"] == "nvfp4"
+    assert fields.keys() - OTHERS.keys() == {"dialect", "range", "groups", "format"}
+    assert MoQConfig(format="nvfp4").to_dict()["format"] == "nvfp4"
     full = MoQConfig(bits=2, range="full", groups=1)
-    assert full.to_dict()["quantize_algo"]["range"] == "full" and full.grid == Grid(full=True)
+    assert full.to_dict()["range"] == "full" and full.grid == Grid(full=True)
     assert all(OTHERS[name] != fields[name] for name in OTHERS)
 
 
@@ -301,6 +323,7 @@ def test_deepspeed_documents(document: dict[str, Any], tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     if "quantize_training" in document:
         expected = replace(expected, scale="absmax", range="narrow")
+    expected = replace(expected, embeddings=None)
     for source in (document, path, str(path)):
         assert MoQConfig.load(source) == expected
 
@@ -391,7 +414,9 @@ def test_recipes_are_read_and_fit_the_schema_that_they_name(path: Path) -> None:
     recipe = json.loads(path.read_text(encoding="utf-8"))
     assert (path.parent / recipe["$schema"]).samefile(SCHEMA)
     VALIDATOR.validate(recipe)
-    VALIDATOR.validate({"$schema": recipe["$schema"], "quantize_training": recipe, **AROUND})
+    theirs = {"$schema": recipe["$schema"], "quantize_training": config.to_deepspeed(), **AROUND}
+    VALIDATOR.validate(theirs)
+    assert MoQConfig.from_dict(theirs) == config
 
 
 def test_the_name_of_the_schema_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -456,14 +481,14 @@ def test_a_misspelled_argument_is_named() -> None:
     ],
 )
 def test_a_budget_is_read_and_written(target: dict[str, Any], budget: BitBudget, words: str) -> None:
-    document = {"quantize_bits": {"start_bits": 2, "target_bits": target}}
+    document = {"start_bits": 2, "bits": target}
     config = MoQConfig.from_dict(document)
     assert config == MoQConfig(start_bits=2, bits=budget)
     assert (config.budget, config.targets, config.target_in_words) == (budget, budget.choices, words)
     written = config.to_dict()
     assert MoQConfig.from_dict(json.loads(json.dumps(written))) == config
-    assert written["quantize_bits"]["target_bits"] == {"choices": [2, 3, 4, 8], **target}
-    assert VALIDATOR.is_valid(document) and VALIDATOR.is_valid(written)
+    assert written["bits"] == {"choices": [2, 3, 4, 8], **target}
+    assert VALIDATOR.is_valid(document) and VALIDATOR.is_valid(config.to_deepspeed())
     assert pickle.loads(pickle.dumps(config)) == config
 
 

@@ -201,9 +201,8 @@ def test_make_demo(checkout: Path) -> None:
     assert results["eval_accuracy"] > 0.85
     state = json.loads((checkout / "runs" / "demo" / "trainer_state.json").read_text())
     config = json.loads((ROOT / arguments_of("examples/demo/demo.json")["moq_config"]).read_text())
-    config = config.get("quantize_training", config)
     bits = {name: value for entry in state["log_history"] for name, value in entry.items() if "moq/bits/" in name}
-    assert set(bits.values()) == {config["quantize_bits"]["target_bits"]}
+    assert set(bits.values()) == {config["bits"]}
     assert "model.safetensors" in done.stdout
 
 

@@ -159,9 +159,10 @@ def test_at_other_bits_codes_are_integers() -> None:
 
 
 def test_a_format_alone_is_four_bits_from_the_first_step() -> None:
-    config = MoQConfig.load({"quantize_format": "mxfp4"})
+    config = MoQConfig.load({"format": "mxfp4"})
     assert (config.start_bits, config.bits, config.group_size) == (4, 4, 32)
     assert config == MoQConfig(format="mxfp4") == MoQConfig.from_dict(config.to_dict())
+    assert MoQConfig.load({"quantize_format": "mxfp4"}) == MoQConfig(format="mxfp4", embeddings=None)
     falling = MoQConfig(format="nvfp4", start_bits=8)
     assert (falling.start_bits, falling.bits, falling.group_size, falling.falls) == (8, 4, 16, True)
 

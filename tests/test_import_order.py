@@ -9,6 +9,7 @@ from repo import ROOT
 PACKAGE = ROOT / "moq_hf"
 # Run without PyTorch: the schedule is pure Python, and JSON is read with pydantic.
 STANDARD_LIBRARY_ONLY = {"version", "grid", "schedule", "plan"}
+WITH_PYDANTIC = {"arguments", "config", "config_fields", "config_reading", "dialect", "errors"}
 CONFIG_LIBRARIES = {"pydantic", "pydantic_core", "moq_hf"} | sys.stdlib_module_names
 
 
@@ -57,7 +58,7 @@ def test_imports_lead_one_way() -> None:
         top = {name.partition(".")[0] for name in names}
         if module in STANDARD_LIBRARY_ONLY and not top <= {"moq_hf"} | sys.stdlib_module_names:
             found.append(f"{module} needs more than the standard library: {sorted(top)}")
-        if module in {"config", "config_fields", "config_reading", "errors"} and not top <= CONFIG_LIBRARIES:
+        if module in WITH_PYDANTIC and not top <= CONFIG_LIBRARIES:
             found.append(f"{module} needs more than pydantic: {sorted(top)}")
     for graph in (by_module, by_folder):
         try:

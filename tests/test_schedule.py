@@ -111,7 +111,7 @@ def test_blend_falls_to_zero_and_starts_again_for_a_block_that_switched() -> Non
         ),
         (lambda: PrecisionSchedule(make(8, 4, "auto"), "a"), '"auto".*need total_steps'),
         (lambda: PrecisionSchedule(make(8, 4, 1, deadline=0.5), "a"), "deadline need total_steps"),
-        (lambda: plan(make(8, 4, 1, offset=5), 5), "schedule_offset 5 is not before the end"),
+        (lambda: plan(make(8, 4, 1, offset=5), 5), "offset 5 is not before the end"),
         (lambda: plan(make(8, 4, 1), 0), "total_steps must be a whole number from 1 .*, got 0"),
         (lambda: plan(make(8, 4, 1), "345"), 'total_steps must be a whole number from 1 .*, got "345"'),
         (lambda: plan(make(8, 4, 1), 10**5000), r"total_steps must be .* below 2\*\*63"),
@@ -302,7 +302,7 @@ def test_an_offset_below_1_is_a_share_of_the_run(share: Any, steps: int, deadlin
 
 
 def test_a_share_needs_the_length_of_the_run() -> None:
-    with pytest.raises(MoQError, match="a schedule_offset below 1 needs total_steps"):
+    with pytest.raises(MoQError, match="offset: below 1 it needs total_steps"):
         PrecisionSchedule(make(5, 3, 4, 0.5), ["a"])
     assert plan(make(5, 3, 4, 0.5), 20).table().splitlines()[0] == (
         "20 optimizer steps, 5 to 3 bits, offset 10, period 4, no deadline"
@@ -367,7 +367,7 @@ def test_what_a_plan_says_would_fit_fits(plain: MoQConfig, steps: int, share: fl
     note = made.notes[-1]
     advice = note.split("): ")[1]
     changed = {
-        r"quantize_period of at most (\d+)": lambda v: {"period": int(v)},
+        r"period of at most (\d+)": lambda v: {"period": int(v)},
         r"start_bits (\d+)": lambda v: {"start_bits": int(v)},
     }
     longer = re.findall(r"only a run of (\d+) steps", advice)

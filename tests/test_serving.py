@@ -335,7 +335,7 @@ def test_convolutions_are_described_by_their_matrices_as_floats() -> None:
 
 def test_the_groups_of_a_table_are_those_of_its_grid() -> None:
     config = {"quantize_format": "nvfp4", "quantize_embeddings": 2, "serve": ["llama.cpp"]}
-    words = r"a multiple of 32, not 16 \(model.embed_tokens\); quantize_embeddings 8 is served"
+    words = r"a multiple of 32, not 16 \(model.embed_tokens\); embeddings 8 is served"
     with pytest.raises(MoQError, match=words):
         quantize_model(llama(), config)
     quantize_model(llama(), {**config, "quantize_embeddings": 8})

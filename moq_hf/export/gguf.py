@@ -130,7 +130,7 @@ def export_gguf(
     """Write a packed checkpoint as a GGUF file with the checkpoint's own integers.
 
     Symmetric layers of up to 4 bits become Q4_0, of 5 to 8 bits Q8_0; asymmetric ones
-    of up to 4 bits Q4_1. Scales become float16. Those of `quantize_format` become MXFP4
+    of up to 4 bits Q4_1. Scales become float16. Those of `format` become MXFP4
     and NVFP4, with the scales that they have. The file is read back and compared
     before it appears.
 

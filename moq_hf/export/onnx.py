@@ -357,7 +357,7 @@ def _rounding(
         return Rounding(grid, trained, "trained" if trained else "", target)
     logger.warning(
         "moq_hf: no ranges of the activations were trained%s: they are the largest magnitudes of the %s compared; "
-        "train with activation_quantization, or compare on data like that to be served",
+        "train with activations, or compare on data like that to be served",
         f" in {', '.join(unknown)}" if trained else "",
         reference.compared,
     )
@@ -371,7 +371,7 @@ def _check_integers(prepared: "Prepared", flavor: Flavor) -> None:
     if not _WITH_INTEGERS.intersection(layers):
         logger.warning(
             "moq_hf: the %s model multiplies no integers: all layers have more than 8 bits, are convolutions, or have "
-            "groups (quantize_group_size) that it does not take: int8 and qdq take none, nbits multiples of 32",
+            "groups (group_size) that it does not take: int8 and qdq take none, nbits multiples of 32",
             flavor,
         )
 

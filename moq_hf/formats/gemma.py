@@ -27,8 +27,8 @@ FORMAT = "gemma"
 
 # What fits, for the error.
 LEGAL = (
-    'is for nn.Linear and tables of 1 to 8 bits, symmetric, with no more than one scale for a row ("quantize_groups", '
-    'not "quantize_group_size"), and quantize_algo.scale_dtype must be the dtype of weights that are not float32; '
+    'is for nn.Linear and tables of 1 to 8 bits, symmetric, with no more than one scale for a row ("groups", '
+    'not "group_size"), and scale_dtype must be the dtype of weights that are not float32; '
     "without it a layout is found for any model"
 )
 

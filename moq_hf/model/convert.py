@@ -337,10 +337,10 @@ def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
                 inputs is None or inputs.called,
             ]
         )
-    first = next(iter(layers.values())).float_weight
+    first = next(iter(layers.values()))
     # Another process, with another part of the batch, may have used the layer.
     flags_of_all_ranks = largest_over_ranks(
-        torch.tensor(flags, dtype=torch.float32, device=device_of(first))
+        torch.tensor(flags, dtype=torch.float32, device=device_of(first.float_weight))
     ).tolist()
     found = list(zip(layers, flags_of_all_ranks, strict=True))
     wrong = [name for name, (is_used, has_grad, _) in found if has_grad and not is_used]
@@ -352,4 +352,5 @@ def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
             f"leave them in full precision: add {named} to modules_to_not_convert"
         )
     if not_called:
-        raise MoQError(inputs_out_of_reach(not_called))
+        key = first.moq.config.spell("activations")
+        raise MoQError(inputs_out_of_reach(not_called, key))

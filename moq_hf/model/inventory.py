@@ -392,12 +392,12 @@ def grid_of(
     """How a chosen layer's weight is quantized, or another parameter, which is one of experts.
 
     An embedding table has one scale per row, from its largest weight; with
-    `quantize_group_size` one of fewer than 8 bits has the groups and the range of linear
+    `group_size` one of fewer than 8 bits has the groups and the range of linear
     layers. A convolution has one per channel then, since groups seldom divide its
     kernels: a depthwise one of 3 x 3 has rows of 9 weights. Neither has codes that are
-    floats. `quantize_groups` counts the groups of each expert.
+    floats. `groups` counts the groups of each expert.
 
-    >>> config = MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantize_group_size": 32})
+    >>> config = MoQConfig(bits=4, group_size=32)
     >>> grid_of(nn.Conv2d(3, 4, 3), config).grouping, grid_of(nn.Linear(32, 4), config).grouping
     (PerChannel(), PerGroup(size=32))
     """

@@ -115,7 +115,7 @@ def _check_overrides(scheduled: Iterable[str], config: MoQConfig) -> None:
             near = difflib.get_close_matches(glob, names, 3, 0.0)
             raise MoQError(
                 f"overrides: {glob!r} matches no layer that is quantized; near are {', '.join(near)}; output heads "
-                "need quantize_heads: true, and tables have the bits of quantize_embeddings"
+                f"need {config.spell('heads')}: true, and tables have the bits of {config.spell('embeddings')}"
             )
         decides |= {(name, key): glob for name in means for key in given_in(own)}
     globs = list(config.overrides)
@@ -178,7 +178,7 @@ def select_layers(
     convolutions = inventory.instances(*CONVOLUTIONS)
     if config.convolutions and not convolutions:
         raise MoQError(
-            "quantize_convolutions: the model has no convolution; leave the key out"
+            f"{config.spell('convolutions')}: the model has no convolution; leave the key out"
         )
     kept = _kept_by(inventory, config, every)
     asked = {name: layer for name, layer in every.items() if name not in kept}
@@ -192,12 +192,12 @@ def select_layers(
     if not chosen and not has_experts:
         hint = ""
         if convolutions and not config.convolutions:
-            hint = "; quantize_convolutions: true would quantize convolutions"
+            hint = f"; {config.spell('convolutions')}: true would quantize convolutions"
         why = {name: f"has {reason}" for name, reason in reasons.items()}
         why |= {
             name: "is in modules_to_not_convert"
             if _is_named(name, config)
-            else "is an output head (quantize_heads)"
+            else f"is an output head ({config.spell('heads')})"
             for name in kept
         }
         listed = shortened((f"{name} {why[name]}" for name in every), MOST_FAULTS)
@@ -230,7 +230,7 @@ def _tables(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
             why = {name: _why_no_table(table) for name, table in every}
             told = "; ".join(f"{name} has {why[name]}" for name in why if why[name])
             raise MoQError(
-                "quantize_embeddings: the model has no embedding table that can be quantized"
+                f"{config.spell('embeddings')}: the model has no embedding table that can be quantized"
                 f"{told and f' ({told})'}; set it to null"
             )
         return {"embeddings": tables, "table_bits": config.embeddings}
@@ -297,8 +297,8 @@ def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Modu
     chosen = {name: module for name, module in every if not _is_named(name, config)}
     if chosen and config.activations.enabled:
         raise MoQError(
-            f"activation_quantization: the inputs of experts cannot be quantized ({', '.join(chosen)}); leave it out, "
-            'or add "experts" to modules_to_not_convert'
+            f"{config.spell('activations')}: the inputs of experts cannot be quantized ({', '.join(chosen)}); leave it "
+            'out, or add "experts" to modules_to_not_convert'
         )
     _check_fit({n: m._parameters[n.rpartition(".")[2]] for n, m in chosen.items()})
     sizes = {}
@@ -320,7 +320,7 @@ def select_tied(
     """The modules that share the weight of a chosen one, and compute with its quantized copy.
 
     The first of `chosen` with a weight decides how it is quantized. So
-    `quantize_embeddings` decides for a table that is also the output head; without it, a
+    `embeddings` decides for a table that is also the output head; without it, a
     head that is quantized as a linear layer decides for the table.
 
     Args:
@@ -351,7 +351,7 @@ def select_tied(
                 wrong.append(f"{owner}.weight is also {name}.{attribute}, {reason}")
     if wrong:
         instead = (
-            "set quantize_embeddings to null"
+            f"set {config.spell('embeddings')} to null"
             if inventory.table_bits
             else "leave the layers in float"
         )
@@ -398,7 +398,7 @@ def _experts(inventory: Inventory) -> dict[str, nn.Module]:
 def embeddings_to_quantize(
     inventory: Inventory, config: MoQConfig
 ) -> dict[str, nn.Embedding]:
-    """The embedding tables that `quantize_embeddings` quantizes, or would, by name, including shared ones."""
+    """The embedding tables that `embeddings` quantizes, or would, by name, including shared ones."""
     tables = inventory.instances(nn.Embedding).items()
     return {
         name: table
@@ -410,7 +410,7 @@ def embeddings_to_quantize(
 def _kept_by(
     inventory: Inventory, config: MoQConfig, candidates: Collection[str]
 ) -> set[str]:
-    """The candidates that `modules_to_not_convert` names, and the output heads unless `quantize_heads` is true.
+    """The candidates that `modules_to_not_convert` names, and the output heads unless `heads` is true.
 
     Raises:
         MoQError: A name or glob matches no module.
@@ -583,7 +583,7 @@ def _check_fused(
     fused = inventory.instances(nn.TransformerEncoderLayer, nn.MultiheadAttention)
     wrong = [name for name in layers if is_below(name, *fused)]
     if wrong and config.activations.enabled:
-        raise MoQError(inputs_out_of_reach(wrong))
+        raise MoQError(inputs_out_of_reach(wrong, config.spell("activations")))
 
 
 def _features(layer: Layer) -> dict[str, int]:
@@ -620,6 +620,6 @@ def _check_groups(features: Mapping[str, Mapping[str, int]], config: MoQConfig) 
             fits = [n for n in range(1, common + 1) if common % n == 0]
             near = sorted(sorted(fits, key=lambda n: abs(n - count))[:3])
             raise MoQError(
-                f"{grouping.key} {count} does not divide the weights of {shortened(wrong, MOST_FAULTS)}; "
+                f"{config.spell(grouping.key)} {count} does not divide the weights of {shortened(wrong, MOST_FAULTS)}; "
                 f"nearest values that fit every layer: {', '.join(map(str, near))}{grouping.instead}"
             )

@@ -377,7 +377,7 @@ def _phase_end(state: Mapping[str, Any]) -> int | None:
     step = state["float_metrics"].get("step")
     # A line of the log of another run has a step too.
     has_phase = isinstance(step, int) and isinstance(
-        state["config"]["quantize_schedule"]["schedule_offset"], float
+        MoQConfig.from_dict(state["config"]).offset, float
     )
     return step if has_phase else None
 

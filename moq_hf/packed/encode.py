@@ -147,7 +147,7 @@ class Encoder:
             )
         if layout == "mxfp4" and layout not in self.forms.values():
             raise MoQError(
-                "layout mxfp4 is that of GPT-OSS, whose experts must be in MXFP4 (quantize_format); without it a "
+                "layout mxfp4 is that of GPT-OSS, whose experts must be in MXFP4 (format); without it a "
                 "layout is found for any model"
             )
         packed = [n for n, form in self.forms.items() if form in ("packed", "gemma")]

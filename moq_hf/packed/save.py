@@ -201,7 +201,7 @@ def save_quantized(
     >>> from transformers import BertConfig, BertForSequenceClassification
     >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
-    >>> model = quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
+    >>> model = quantize_model(model, bits=4, embeddings=None)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     found = verify_quantized(save_quantized(model, folder), model)  # doctest: +ELLIPSIS
     moq_hf: saved in ... Not verified: nothing was compared. 0.0112 MB, float 0.0146.
@@ -484,7 +484,7 @@ class _Saving:
         if len(layers) > len(inside):
             raise MoQError(
                 "quantized layers lie outside of the model of transformers: leave them in full precision "
-                "(quantize_heads: false)"
+                "(heads: false)"
             )
         if self.target.exists() and not self.target.is_dir():
             raise MoQError(f"{self.target} is a file, not a directory")

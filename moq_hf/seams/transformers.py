@@ -448,7 +448,7 @@ def is_scaled_table(cls: type[nn.Module]) -> bool:
     """Whether a class is that of an embedding table whose rows are multiplied with a constant, as Gemma's and BART's.
 
     Relies on: The name, and a forward pass that is `nn.Embedding`'s times the constant.
-    Breaks: `quantize_embeddings` would refuse such a table, or leave it alone.
+    Breaks: `embeddings` would refuse such a table, or leave it alone.
 
     Example:
         >>> is_scaled_table(nn.Embedding)

@@ -147,7 +147,7 @@ class Chooser:
             for block, layers in blocks.items()
         }
         if file is not None:
-            self._check_file(file)
+            self._check_file(file, config)
 
     def cheapest_choice(self, costs: Costs, step: int) -> Choice:
         """The bits of each block that cost the least within the budget.
@@ -180,8 +180,8 @@ class Chooser:
     def _reached(self, sizes: Sequence[int]) -> float:
         return (sum(sizes) + self._rest) / self._unit
 
-    def _check_file(self, file: FileSize) -> None:
-        where = "quantize_bits.target_bits.file_mb"
+    def _check_file(self, file: FileSize, config: MoQConfig) -> None:
+        where = f"{config.spell('bits')}.file_mb"
         alike = file.why_alike()
         if alike is not None:
             raise MoQError(
@@ -199,7 +199,7 @@ class Chooser:
             raise MoQError(
                 f"{where}: {self._limit:g} MB {verdict}: with {self.choices[0]} to {self.choices[-1]} bits the "
                 f"file of this model has {least:,.3f} to {most:,.3f} MB ({stays}: {self._rest / 1e6:,.3f} MB are no "
-                "layers of the schedule; quantize_embeddings makes tables smaller)"
+                f"layers of the schedule; {config.spell('embeddings')} makes tables smaller)"
             )
 
 

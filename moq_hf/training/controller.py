@@ -88,7 +88,7 @@ class MoQController:
         fixed = {n: own.targets[0] for n, own in configs.items() if n not in free}
         if config.budget is not None and not free:
             raise MoQError(
-                "quantize_bits.target_bits: overrides name the bits of every layer, so there is nothing to choose; "
+                f"{config.spell('bits')}: overrides name the bits of every layer, so there is nothing to choose; "
                 "give a number"
             )
         units = inventory.units(free)

@@ -204,7 +204,7 @@ class MoQDistillation(nn.Module):
         weights = weights or {"similarity": 1.0, "embedding": 1.0}
         given = {**dict.fromkeys(PARTS, 0.0), **weights, "dropout": dropout}
         # The bits are of no account: a config is checked as a whole.
-        config = {"quantize_bits": {"target_bits": 8}, "distillation": given}
+        config = {"bits": 8, "distillation": given}
         self.config = MoQConfig.from_dict(config).distillation
         if teacher is not None:
             _check_teacher(model, teacher, self.config, ("vocab_size",))

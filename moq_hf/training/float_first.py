@@ -50,11 +50,7 @@ def after_float(config: MoQConfig, share: float) -> MoQConfig:
     Raises:
         MoQError: The config names a teacher.
 
-    >>> config = MoQConfig.from_dict({
-    ...     "quantize_bits": {"start_bits": 4, "target_bits": 2},
-    ...     "quantize_schedule": {"quantize_period": "auto", "schedule_offset": 0, "deadline": 0.5},
-    ... })
-    >>> after = after_float(config, 0.5)
+    >>> after = after_float(MoQConfig(bits=2, start_bits=4, deadline=0.5), 0.5)
     >>> after.offset, after.deadline
     (0.5, 0.75)
     """
@@ -65,8 +61,9 @@ def after_float(config: MoQConfig, share: float) -> MoQConfig:
         )
     if config.offset != 0:
         logger.warning(
-            "moq_hf: float_first: quantization begins after %g of the run; schedule_offset %g is not read",
+            "moq_hf: float_first: quantization begins after %g of the run; %s %g is not read",
             share,
+            config.spell("offset"),
             config.offset,
         )
     # Rounded, because a config's number counts as the decimal fraction it is written as.

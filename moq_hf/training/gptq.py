@@ -32,13 +32,14 @@ def check_possible(trainer: Trainer, layers: Collection[QuantLayer]) -> None:
     Raises:
         MoQError: Weights are kept apart, or none is to be rounded.
     """
+    key = next(iter(layers)).moq.config.spell("gptq")
     if trainer.is_deepspeed_enabled or any(is_apart(x.float_weight) for x in layers):
         raise MoQError(
-            "quantize_algo.gptq: FSDP2 and DeepSpeed keep the weights that they train elsewhere; set it to 0"
+            f"{key}: FSDP2 and DeepSpeed keep the weights that they train elsewhere; set it to 0"
         )
     if not any(map(_is_trained, can_round(layers))):
         raise MoQError(
-            "quantize_algo.gptq: no linear layer is both quantized and trained, and it rounds no others; set it to 0"
+            f"{key}: no linear layer is both quantized and trained, and it rounds no others; set it to 0"
         )
 
 
@@ -153,7 +154,7 @@ def _round(
         return
     if not moment.isfinite().all():
         raise MoQError(
-            f"quantize_algo.gptq: the inputs of {layer.moq.name} hold NaN or Inf"
+            f"{layer.moq.config.spell('gptq')}: the inputs of {layer.moq.name} hold NaN or Inf"
         )
     rounded = quantizer.gptq(matrix, moment, layer.moq.bits, layer.moq.grid)
     weight.copy_(from_rows(rounded, layer.kind, weight.shape))

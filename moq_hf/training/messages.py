@@ -8,7 +8,7 @@ import torch
 
 from .. import serving, triton_quant
 from ..config import MoQConfig
-from ..config_fields import DistillationConfig
+from ..config_fields import DistillationConfig, Speller
 from ..errors import MOST_FAULTS, shortened
 from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize, widest_codes
@@ -114,14 +114,14 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
         device.type == "cuda" or triton_quant.available(device) for device in devices
     ):
         notes.append(
-            "quantizer_kernel: the Triton kernels need a CUDA device; plain PyTorch gives the same numbers"
+            f"{config.spell('kernel')}: the Triton kernels need a CUDA device; plain PyTorch gives the same numbers"
         )
     width = widest_codes(inventory, config)
     if (inventory.table_bits or 0) > width and sizes.is_unpacked:
         notes.append(
             f"all codes in the file of this model will be as wide as those of its embedding tables, "
             f"{inventory.table_bits} bits, or the tables stay floats if that is smaller, since transformers unpacks it "
-            f"while loading; quantize_embeddings: {width} (embeddings={width}) keeps the layers' own bits"
+            f"while loading; {config.spell('embeddings')}: {width} keeps the layers' own bits"
         )
     at_full_size = sizes.at_full_size(config)
     if at_full_size is not None:
@@ -129,12 +129,13 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
     convolutions = any(map(is_convolution, inventory.layers.values()))
     if convolutions and config.activations.enabled:
         notes.append(
-            "activation_quantization is of linear layers: the inputs of convolutions stay in float"
+            f"{config.spell('activations')} is of linear layers: the inputs of convolutions stay in float"
         )
     if config.activations.enabled and config.has_row_groups:
         notes.append(
-            "activation_quantization: integer products need one scale per channel, so the int8 export keeps layers "
-            "with a quantize_group_size weight-only; set quantize_groups instead, for instance per_channel"
+            f"{config.spell('activations')}: integer products need one scale per channel, so the int8 export keeps "
+            f"layers with a {config.spell('group_size')} weight-only; set {config.spell('groups')} instead, for "
+            "instance per_channel"
         )
     return [*notes, *serving.notes(inventory, config)]
 
@@ -170,6 +171,7 @@ def notes_on_resuming(
     changed: Mapping[str, tuple[Any, Any]],
     teacher_before: int | None,
     teacher: int | None,
+    spell: Speller,
 ) -> Iterable[str]:
     """What is other than before in a run that goes on from a checkpoint made with MoQ.
 
@@ -179,9 +181,10 @@ def notes_on_resuming(
         changed: What changed in the config.
         teacher_before: The fingerprint of the teacher that it had.
         teacher: That of the one given now.
+        spell: Gives the name of a key by its path.
     """
     if changed:
-        yield f"the run goes on with another MoQ config: {describe(changed)}"
+        yield f"the run goes on with another MoQ config: {describe(changed, spell)}"
     if teacher_before != teacher and "distillation.teacher" not in changed:
         had = "a" if teacher is None else "no" if teacher_before is None else "another"
         goes_on = "without one" if teacher is None else "with the one given"
@@ -205,10 +208,7 @@ def standing(
         steps: Optimizer steps of the run that it counts.
         eigenvalues: Those last measured.
 
-    >>> config = MoQConfig.from_dict({
-    ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
-    ...     "quantize_schedule": {"quantize_period": 2, "schedule_offset": 0},
-    ... })
+    >>> config = MoQConfig(bits=4, start_bits=6, period=2)
     >>> schedule = PrecisionSchedule(config, ["layer.0", "layer.1"])
     >>> switches = [schedule.advance() for _ in range(3)]
     >>> standing(schedule, 10)

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from ..config import MoQConfig
-from ..config_fields import Count, DistillationConfig, Positive, Weight
+from ..config_fields import Count, DistillationConfig, Positive, Speller, Weight
 from ..errors import MoQConfigError, MoQError, read_as, show
 from ..inputs import LARGEST_RANGE
 from ..quantizer import HIGHER_RATIOS, RATIOS
@@ -27,9 +27,9 @@ _LONGEST = 2**128
 
 # Keys that change no result.
 _HARMLESS = {
-    "quantize_verbose",
-    "quantizer_kernel",
-    "quantize_schedule.allow_unreached",
+    "verbose",
+    "kernel",
+    "allow_unreached",
     "eigenvalue.verbose",
     "prove",
     "serve",
@@ -37,8 +37,8 @@ _HARMLESS = {
 # Keys whose change takes effect from now on: at the next search for ratios, random
 # number, measurement or loss.
 _FROM_NOW_ON = {
-    "quantize_algo.scale_refresh",
-    "quantize_algo.gptq",
+    "scale_refresh",
+    "gptq",
     "seed",
     "eigenvalue.max_iter",
     "eigenvalue.tol",
@@ -51,13 +51,13 @@ _FROM_NOW_ON = {
     *(f"distillation.{field.name}" for field in fields(DistillationConfig)),
 }
 # Keys that may change if the steps already taken would be the same.
-TARGET = "quantize_bits.target_bits"
+TARGET = "bits"
 SCHEDULE_KEYS = {
-    "quantize_bits.start_bits",
+    "start_bits",
     TARGET,
-    "quantize_schedule.quantize_period",
-    "quantize_schedule.schedule_offset",
-    "quantize_schedule.deadline",
+    "period",
+    "offset",
+    "deadline",
 }
 
 
@@ -213,7 +213,7 @@ def checked_state(
 def what_counts(config: MoQConfig) -> dict[str, Any]:
     """Dotted keys that can change a result, with their values; of a section that is off its switch alone."""
     # A null scale_dtype means the grid's default.
-    flat = config.flat() | {"quantize_algo.scale_dtype": config.grid.scale_dtype}
+    flat = config.flat() | {"scale_dtype": config.grid.scale_dtype}
     off = {
         key.partition(".")[0]
         for key, value in flat.items()
@@ -304,14 +304,14 @@ def load_schedule(
         MoQError: It cannot, or the state is of other blocks; the text has each key with
             both values.
     """
-    saved = state["schedule"]
+    saved, spell = state["schedule"], schedule.config.spell
     bits = {name: block[0] for name, block in saved["blocks"].items()}
     free = SCHEDULE_KEYS | _FROM_NOW_ON
     if schedule.config.budget is not None:
         # The bits under a budget are chosen once.
         free -= {TARGET}
     faults = [
-        f"{_in_words(key, pair)}, fixed from the offset on"
+        f"{_in_words(spell(key), pair)}, fixed from the offset on"
         for key, pair in changed.items()
         if has_begun(state) and key not in free
     ]
@@ -322,7 +322,7 @@ def load_schedule(
         otherwise = _replay(schedule, history, saved["steps"], bits)
         if otherwise:
             reasons = {key: changed[key] for key in changed if key in SCHEDULE_KEYS}
-            faults.append(f"{describe(reasons)}: {otherwise}")
+            faults.append(f"{describe(reasons, spell)}: {otherwise}")
     elif not faults:
         schedule.load_state_dict(saved)
     if faults:
@@ -344,13 +344,17 @@ def _is_replayed(
     return bool(SCHEDULE_KEYS.intersection(changed) if has_begun(state) else changed)
 
 
-def describe(changed: Mapping[str, tuple[Any, Any]]) -> str:
+def describe(changed: Mapping[str, tuple[Any, Any]], spell: Speller = str) -> str:
     """List each key with its old and new value.
 
-    >>> describe({"quantize_bits.target_bits": (4, 3)})
-    'quantize_bits.target_bits: 4 -> 3'
+    Args:
+        changed: What `changes` gave.
+        spell: Gives the name of a key by its path.
+
+    >>> describe({"bits": (4, 3)})
+    'bits: 4 -> 3'
     """
-    return "; ".join(_in_words(key, pair) for key, pair in changed.items())
+    return "; ".join(_in_words(spell(key), pair) for key, pair in changed.items())
 
 
 def _in_words(key: str, pair: tuple[Any, Any]) -> str:

@@ -196,7 +196,7 @@ class Sensitivity:
             for cost in costs_of_block.values()
         ):
             raise MoQError(
-                f"quantize_bits.target_bits: the {self.measure.name} of no block is finite (NaN or Inf), so the bits "
+                f"bits: the {self.measure.name} of no block is finite (NaN or Inf), so the bits "
                 "cannot be chosen by it; look at the model's loss in evaluation mode, or set another "
                 "sensitivity.measure"
             )

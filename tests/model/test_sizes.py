@@ -222,7 +222,7 @@ def test_tables_that_widen_all_codes_of_a_file_are_told_of_and_counted(tables: i
     model = hf.ModernBertForSequenceClassification(hf.ModernBertConfig(**shape)).eval()
     bits = {"start_bits": 2, "target_bits": 2}
     controller = controller_of(model, quantize_bits=bits, quantize_embeddings=tables, quantize_schedule={})
-    told = [note for note in controller.warnings() if "quantize_embeddings: 2 (embeddings=2)" in note]
+    told = [note for note in controller.warnings() if "embeddings: 2 keeps" in note]
     assert len(told) == (tables == 8)
     save_quantized(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors").values()

@@ -125,7 +125,7 @@ def test_a_run_that_ends_early_packs_the_bits_it_has_and_its_card_says_what_was_
     written = json.loads(card.text.split("```json\n")[1].split("```")[0])
     config = MoQConfig.from_dict(CONFIG)
     assert written == config.changed() and MoQConfig.from_dict(written) == config
-    assert "seed" not in written and "quantize_bits" in written
+    assert "seed" not in written and "bits" in written
     text = write_card(folder).read_text()
     # Of a folder alone nothing is known of the data: the metadata must not claim a result.
     assert ModelCard(text).data.eval_results is None and "model-index" not in text.split("---")[1]
@@ -175,7 +175,7 @@ def test_the_card_tells_metrics_sizes_bits_and_how_to_load(tmp_path: Path) -> No
     assert "from transformers import BertForSequenceClassification" in text
     assert "BertForSequenceClassification.from_pretrained(" in text
     assert "| bert.encoder.layer.0.attention.self.query | 3 | packed | " in text
-    assert "learning_rate: 0.01" in text and '"quantize_embeddings": 8' in text and str(tmp_path) not in text
+    assert "learning_rate: 0.01" in text and '"embeddings": 8' in text and str(tmp_path) not in text
     assert verify_quantized(tmp_path / "tiny").state["metrics"]["eval_odd"] is None
     record_metrics(tmp_path / "tiny", {"matrix": torch.ones(2), "count": 3, "score": torch.tensor(0.5), "no": None})
     recorded = verify_quantized(tmp_path / "tiny").state

@@ -506,13 +506,13 @@ def test_bits_that_are_not_packed_are_told_before_and_after(
     bits: int, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = f"every quantized layer is saved as floats on the grid, at full size: {why}"
-    model = quantize_model(bert(), MoQConfig(bits=bits))
+    model = quantize_model(bert(), MoQConfig(bits=bits, embeddings=None))
     assert caplog.messages == [f"moq_hf: {told}; the file will be as large as in float"]
     caplog.clear()
     save_quantized(model, tmp_path / "out")
     assert caplog.messages == [f"moq_hf: {told}"]
     # The same before the first step of a run; of a budget nobody knows it yet.
-    controller = MoQController(bert(), MoQConfig(bits=bits, start_bits=16), 99)
+    controller = MoQController(bert(), MoQConfig(bits=bits, start_bits=16, embeddings=None), 99)
     assert controller.warnings()[-1] == f"{told}; the file will be as large as in float"
     budget = MoQConfig(bits={"mean": 3.0, "choices": [1, 4]})  # type: ignore[arg-type]
     assert told not in "".join(MoQController(bert(), budget, 99).warnings())
@@ -531,7 +531,7 @@ def test_a_class_whose_weights_are_taken_apart_is_told_so(tmp_path: Path, caplog
     assert [text.startswith(f"moq_hf: {told}") for text in caplog.messages] == [True, True]
     # Who asks for it has no other reason.
     caplog.clear()
-    save_quantized(quantize_model(bert(), MoQConfig(bits=4)), tmp_path / "floats", layout="floats")
+    save_quantized(quantize_model(bert(), MoQConfig(bits=4, embeddings=None)), tmp_path / "floats", layout="floats")
     assert caplog.messages == [f"moq_hf: {told.partition(': ')[0]}: the layout floats has no codes"]
 
 

@@ -199,11 +199,11 @@ def test_the_pace_goes_by_the_measure(tmp_path: Path) -> None:
 def test_an_impossible_file_says_what_is_possible(tiny_bert: Any) -> None:
     for wanted, verdict in ((0.001, "is impossible"), (1.0, "leaves nothing to choose")):
         with pytest.raises(MoQError, match=rf"file_mb: .* MB {verdict}: with 2 to 8 bits .* 0\.0\d+ to 0\.\d+ MB"):
-            MoQController(tiny_bert, MoQConfig(start_bits=8, bits=BitBudget(file_mb=wanted)), 200)
+            MoQController(tiny_bert, MoQConfig(start_bits=8, bits=BitBudget(file_mb=wanted), embeddings=None), 200)
 
 
 def test_a_file_whose_codes_are_all_alike_is_refused(tiny_bert: Any) -> None:
-    settings = MoQConfig(start_bits=8, bits=BitBudget(file_mb=0.05), q_type="asymmetric")
+    settings = MoQConfig(start_bits=8, bits=BitBudget(file_mb=0.05), q_type="asymmetric", embeddings=None)
     with pytest.raises(MoQError, match=r"file_mb: asymmetric codes .* all as wide as the widest.*; give mean instead"):
         MoQController(tiny_bert, settings, 200)
 

@@ -134,7 +134,7 @@ def test_the_float_model_is_evaluated_as_the_trainer_evaluates_logged_and_kept(t
     card = (tmp_path / "quantized" / "README.md").read_text(encoding="utf-8")
     assert "float after 8 of 16 steps" in page and "| metric | float after 8 of 16 steps | quantized |" in card
     assert 'from_pretrained("path/to/this/folder")' in card and "- optimizer: adamw" in card
-    assert 'MoQTrainer(..., moq_config="moq.json", float_first=0.5)' in card and "schedule_offset" not in card
+    assert 'MoQTrainer(..., moq_config="moq.json", float_first=0.5)' in card and '"offset"' not in card
     assert re.search(rf"sum +{expected['eval_sum']:.4f} ", page)
 
 
@@ -449,7 +449,7 @@ def test_a_scheduler_must_be_one_that_can_start_again(tmp_path: Path) -> None:
 def test_an_offset_that_is_not_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = {**CONFIG, "quantize_schedule": {"quantize_period": 1, "schedule_offset": 5}}
     float_first(tmp_path, config)
-    assert "quantization begins after 0.5 of the run; schedule_offset 5 is not read" in caplog.text
+    assert "quantization begins after 0.5 of the run; quantize_schedule.schedule_offset 5 is not read" in caplog.text
     caplog.clear()
     float_first(tmp_path, CONFIG)
     assert "not read" not in caplog.text

@@ -1,0 +1,122 @@
+"""`MoQArguments`: the keywords of a config as arguments of a command line, or of a YAML file of TRL's."""
+
+import json
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any
+
+from .config import MoQConfig
+from .config_reading import key_schemas, legal, places
+
+# Arguments of others have these names.
+_TAKEN = ("enabled", "verbose", "seed")
+
+
+def _option(text: str, **more: Any) -> Any:
+    # argparse formats help texts with %.
+    return field(default=None, metadata={"help": text.replace("%", "%%"), **more})
+
+
+def _options() -> list[tuple[str, Any, Any]]:
+    """Name, type and field of each keyword, as `HfArgumentParser` takes them."""
+    options: list[tuple[str, Any, Any]] = []
+    for name, place in places().items():
+        if name in _TAKEN:
+            continue
+        if isinstance(place, dict):
+            kinds = {"object"}
+            text = f"section as JSON, with {', '.join(place)}"
+        else:
+            schema = key_schemas()[name]
+            text = f"{schema['description']} ({legal(schema)})"
+            kinds = {k.get("type", "object") for k in schema.get("anyOf", [schema])}
+        kind: Any = str | None
+        if "boolean" in kinds:
+            kind = bool | None
+        elif "array" in kinds:
+            kind = list[str] | None
+        elif "object" in kinds:
+            kind = dict[str, Any] | str | None
+        if name == "activations":
+            text = f"{text}; or its bits"
+        # Without a value it is on.
+        is_switch = kind == bool | None or name == "activations"
+        more = {"nargs": "?", "const": True} if is_switch else {}
+        options.append((name, kind, _option(text, **more)))
+    return options
+
+
+_Keywords: Any = make_dataclass(
+    "_Keywords", _options(), namespace={"__module__": __name__}
+)
+
+
+@dataclass
+class MoQArguments(_Keywords):  # type: ignore[misc]
+    """Arguments for `HfArgumentParser` and `TrlParser`: the keywords of `MoQConfig`, and what `MoQTrainer` takes.
+
+    Numbers and sections are JSON on a command line: `--bits 4`, `--eigenvalue
+    '{"enabled": true}'`, `--embeddings null`. None: not said. `enabled`, `verbose` and
+    `seed` are for the config that `moq_config` names.
+
+    Attributes:
+        moq_config: A preset, or the path of a JSON file; the keywords go before it.
+        float_first: As `MoQTrainer` has it.
+        teacher: Folder or Hub id, `distillation.teacher` of the config.
+
+    >>> MoQArguments(bits="4", group_size="32").config() == MoQConfig(bits=4, group_size=32)
+    True
+    >>> MoQArguments().config() is None
+    True
+    """
+
+    moq_config: str | None = _option(
+        "preset (w4, ...) or JSON file of the quantization, which the other arguments go before"
+    )
+    float_first: float | None = _option(
+        "train in float for that share of the steps (alone: half); the model is start and teacher of the rest",
+        nargs="?",
+        const=0.5,
+    )
+    teacher: str | None = _option(
+        "folder or Hub id of a float model to learn from, trained on the same task"
+    )
+
+    def keywords(self) -> dict[str, Any]:
+        """The keywords that were given, as `MoQConfig` takes them."""
+        said = {name: getattr(self, name) for name in places() if name not in _TAKEN}
+        given = {name: _value(v) for name, v in said.items() if v is not None}
+        if self.teacher is not None:
+            given["distillation"] = {
+                **given.get("distillation", {}),
+                "teacher": self.teacher,
+            }
+        return given
+
+    def config(self) -> MoQConfig | None:
+        """The config; None where nothing asks for one.
+
+        Raises:
+            MoQConfigError: Lists everything that is wrong with it.
+        """
+        keywords = self.keywords()
+        if self.moq_config is None and not keywords:
+            return None
+        return MoQConfig.load(self.moq_config, **keywords)
+
+    def for_trainer(self) -> dict[str, Any]:
+        """Keywords for `MoQTrainer`, or for a Trainer with `MoQMixin`.
+
+        Raises:
+            MoQConfigError: Lists everything that is wrong with the config.
+        """
+        return {"moq_config": self.config(), "float_first": self.float_first}
+
+
+def _value(said: Any) -> Any:
+    """Read the JSON in a word of a command line; what is none is text."""
+    if not isinstance(said, str):
+        return said
+    try:
+        return json.loads(said)
+    except ValueError:
+        return said

@@ -1,0 +1,150 @@
+"""DeepSpeed's words for the keys of a config: a dialect that documents may be written in, and that one is written in.
+
+Paths are dotted: a key, or a section and its key. The config's own words are the
+keywords (`bits`, `eigenvalue.tol`); here the same have other names.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import MoQConfigError, show
+
+# What a keyword, or a section, is called where it has another name.
+WORDS = {
+    "verbose": "quantize_verbose",
+    "kernel": "quantizer_kernel",
+    "q_type": "quantize_algo.q_type",
+    "rounding": "quantize_algo.rounding",
+    "scale": "quantize_algo.scale",
+    "scale_refresh": "quantize_algo.scale_refresh",
+    "gptq": "quantize_algo.gptq",
+    "range": "quantize_algo.range",
+    "scale_dtype": "quantize_algo.scale_dtype",
+    "groups": "quantize_groups",
+    "group_size": "quantize_group_size",
+    "format": "quantize_format",
+    "start_bits": "quantize_bits.start_bits",
+    "bits": "quantize_bits.target_bits",
+    "period": "quantize_schedule.quantize_period",
+    "offset": "quantize_schedule.schedule_offset",
+    "deadline": "quantize_schedule.deadline",
+    "allow_unreached": "quantize_schedule.allow_unreached",
+    "blend": "fp16_mixed_quantize",
+    "activations": "activation_quantization",
+    "embeddings": "quantize_embeddings",
+    "convolutions": "quantize_convolutions",
+    "heads": "quantize_heads",
+}
+# Where the keys stand in a DeepSpeed config.
+SECTION = "quantize_training"
+# They tell a DeepSpeed config from a misspelled one of moq_hf.
+DEEPSPEED_KEYS = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "fp16",
+    "bf16",
+    "optimizer",
+    "scheduler",
+    "zero_optimization",
+    "steps_per_print",
+    "gradient_clipping",
+    "compression_training",
+}
+# What a document in these words means by keys that it leaves out, and what DeepSpeed
+# does in its own section.
+DEFAULTS: dict[str, Any] = {"embeddings": None}
+DEEPSPEED_DEFAULTS: dict[str, Any] = {
+    "start_bits": 16,
+    "period": 100,
+    "offset": 100,
+    "groups": 1,
+    "scale": "absmax",
+    "range": "narrow",
+}
+
+# The path of a key, or the names of a section with the paths of their keys.
+Place = str | dict[str, str]
+
+
+def word(path: str) -> str:
+    """What the dialect calls a key.
+
+    >>> word("bits"), word("blend.enabled"), word("eigenvalue.tol")
+    ('quantize_bits.target_bits', 'fp16_mixed_quantize.enabled', 'eigenvalue.tol')
+    """
+    head, dot, inner = path.partition(".")
+    return f"{WORDS.get(head, head)}{dot}{inner}"
+
+
+def places(keywords: Mapping[str, Place]) -> dict[str, Place]:
+    """Where keys stand in a document of the dialect.
+
+    Args:
+        keywords: Where they stand among keywords.
+
+    >>> places({"bits": "bits", "seed": "seed"})
+    {'quantize_bits': {'target_bits': 'bits'}, 'seed': 'seed'}
+    """
+    found: dict[str, Any] = {}
+    for name, place in keywords.items():
+        head, _, inner = word(name).partition(".")
+        if inner:
+            found.setdefault(head, {})[inner] = place
+        else:
+            found[head] = place
+    # Other spellings of the tutorial's.
+    if "quantize_algo" in found:
+        found |= {"quantize-algo": found["quantize_algo"], "quantize_type": "q_type"}
+    return found
+
+
+def is_spoken(block: Mapping[str, Any], keywords: Mapping[str, Place]) -> bool:
+    """Whether a block has words of the dialect, and no keywords that it does not know."""
+    theirs = places(keywords)
+    own = keywords.keys() - theirs.keys()
+    return own.isdisjoint(block) and not block.keys().isdisjoint(
+        theirs.keys() - keywords.keys()
+    )
+
+
+def block_of(
+    document: Any, keywords: Mapping[str, Place], where: str, faults: list[str]
+) -> tuple[Mapping[str, Any], list[Any]]:
+    """Find moq_hf's keys in a document, and the sections around them; `faults` takes what is wrong.
+
+    Raises:
+        MoQConfigError: There are none.
+    """
+    if not isinstance(document, Mapping):
+        raise MoQConfigError(
+            f"{where}: must be an object of keys, got {show(document)}"
+        )
+    theirs = places(keywords)
+    own = keywords.keys() - theirs.keys()
+    if SECTION in document:
+        block = document[SECTION]
+        if not isinstance(block, Mapping):
+            raise MoQConfigError(
+                f"{where}: {SECTION} must be an object of keys, got {show(block)}"
+            )
+        ignored = []
+        for name in document:
+            if name in theirs:
+                faults.append(f"{name}: belongs in {SECTION}")
+            elif name in own:
+                faults.append(
+                    f"{name}: keywords do not go beside {SECTION}; write {word(name)} in it, or keywords alone"
+                )
+            elif name not in (SECTION, "$schema"):
+                ignored.append(name)
+        return block, ignored
+    if not DEEPSPEED_KEYS.isdisjoint(document) and own.isdisjoint(document):
+        other = ""
+        if "compression_training" in document:
+            other = " (compression_training is another method)"
+        raise MoQConfigError(
+            f"{where}: a DeepSpeed config without the section {SECTION}, so there is nothing to quantize{other}; add "
+            f'"{SECTION}": {{"quantize_bits": {{"start_bits": 12, "target_bits": 8}}, ...}}'
+        )
+    return document, []
