@@ -6,13 +6,13 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic_core import to_jsonable_python
 
 from .config_fields import ConfigFields, checked
 from .config_reading import by_section, flatten, nearest, parse, width_in
-from .errors import MoQConfigError, listed, show
+from .errors import MoQConfigError, listed
 
 # Configs that come with the package, in its folder `presets`, by their names.
 PRESETS = ("w8", "w4", "w3", "w2", "lm-w4", "moq", "auto", "eigen")
@@ -30,8 +30,9 @@ _SCHEMES = {
 class MoQConfig(ConfigFields):
     """A checked configuration: an attribute for each key, and an object for each section that can be switched on.
 
-    Made by `load`, `from_dict` or `from_file`, or of keywords: the attributes' names,
-    and sections of the file as mappings.
+    Made by `load`, `from_dict` or `from_file`, or by what `load` takes: a preset's name, a
+    path or a mapping, and keywords, which are the attributes' names, with sections of the
+    file as mappings.
 
     Attributes:
         kernel: Triton kernels: wanted, not wanted, or None for wherever they run.
@@ -47,12 +48,17 @@ class MoQConfig(ConfigFields):
     (12, 4, RowBlocks(count=8))
     >>> config == MoQConfig(bits=4, start_bits=12, groups=8)
     True
+    >>> MoQConfig("w4", start_bits=8).start_bits
+    8
     >>> MoQConfig(bits=3, eigenvalue={"enabled": True}).eigenvalue.enabled
     True
     >>> MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}, "quantise_groups": 8})
     Traceback (most recent call last):
     moq_hf.errors.MoQConfigError: MoQ config: quantise_groups: unknown key, did you mean quantize_groups?
     """
+
+    # Under which name transformers finds what loads a model with it; see `hf_quantizer`.
+    quant_method: ClassVar[str] = "moq"
 
     @classmethod
     def load(
@@ -148,15 +154,17 @@ class MoQConfig(ConfigFields):
 
 
 def _from_keywords(self: MoQConfig, *sources: Any, **keywords: Any) -> None:
-    if sources:
-        # What is no source of a config either says so.
-        MoQConfig.load(sources[0])
+    if len(sources) > 1:
         raise MoQConfigError(
-            f"MoQConfig takes keywords alone: write MoQConfig.load({show(sources[0])}, ...)"
+            f"MoQConfig takes one preset, path or mapping, and keywords; got {len(sources)}"
         )
     # No key, but a copy has it.
     from_deepspeed = keywords.pop("from_deepspeed", False)
-    made = parse(MoQConfig, {}, "MoQConfig", keywords)
+    if sources:
+        made = MoQConfig.load(sources[0], **keywords)
+        from_deepspeed = made.from_deepspeed
+    else:
+        made = parse(MoQConfig, {}, "MoQConfig", keywords)
     self.__dict__.update({**vars(made), "from_deepspeed": from_deepspeed})
 
 

@@ -472,7 +472,7 @@ def moq(**arguments: Any) -> Any:
         (moq(bits="int4"), ["(write 4)"]),
         (lambda: MoQConfig.load(3), ["such as MoQConfig(bits=3); got int"]),  # type: ignore[arg-type]
         (lambda: MoQConfig(3), ["such as MoQConfig(bits=3); got int"]),  # type: ignore[call-arg]
-        (lambda: MoQConfig("w4", bits=8), ['MoQConfig.load("w4", ...)']),  # type: ignore[call-arg]
+        (lambda: MoQConfig("w4", "w8"), ["one preset, path or mapping, and keywords; got 2"]),  # type: ignore[call-arg]
         (moq(ignore=["x"]), ["ignore: unknown key, did you mean modules_to_not_convert?"]),
         (moq(sym=True), ['sym: unknown key; write q_type="asymmetric", or "symmetric"']),
         (moq(float_first=True), ["float_first is an argument of MoQTrainer: a callback cannot change the loss"]),
