@@ -21,6 +21,7 @@ from .config import MoQConfig
 from .config_fields import DistillationConfig
 from .config_reading import keyword_paths
 from .errors import MoQError
+from .loaded import config_of
 from .model.convert import is_quantized, quant_layers
 from .model.inventory import is_packed
 from .packed.card import write_run_card
@@ -171,6 +172,10 @@ class MoQTrainer(Trainer):
         # Sums over micro-batches since the last log, and how many there were.
         self._parts: dict[str, Any] = Counter()
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
+        loaded = None if self.moq is not None else config_of(self._student)
+        if loaded is not None:
+            self.moq = MoQCallback(loaded)
+            self.add_callback(self.moq)
         # How this Trainer has it without a teacher.
         self._scaled_for_ga = self.loss_is_scaled_for_ga
         self.float_phase: FloatPhase | None = None
