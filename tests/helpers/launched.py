@@ -1,12 +1,12 @@
 """Trains tiny models in one process or in many: `torchrun --nproc-per-node 2 launched.py OUT KIND/CASE...`.
 
 KIND is ddp, fsdp2 (by the Trainer's own arguments), stock (the same without MoQTrainer), loaded (that without a
-callback, the model loaded with a MoQConfig), hand (a loop of one's own
-around `fully_shard`), offload (the same with parts that are kept on the CPU), hsdp (in half as many parts, twice),
-reshard (a forward pass leaves parts of another size), zero1, zero2 or zero3; ddp comes first,
-since Accelerate keeps what it was told. Rank 0 writes
+callback: the model is loaded with a MoQConfig), hand (a loop of one's own around `fully_shard`), offload (the same with
+parts that are kept on the CPU), hsdp (in half as many parts, twice), reshard (a forward pass leaves parts of another
+size), zero1, zero2 or zero3; ddp comes first, since Accelerate keeps what it was told. Rank 0 writes
 OUT/KIND-CASE.pt: the float weights, the bits, every switch and the losses; for KIND/resume/CASE if a resumed run is
-equal, for KIND/error/CASE what each rank raised, for KIND/saved/CASE how it compares with stock. One launch serves many cases: starting takes most of the time.
+equal, for KIND/error/CASE what each rank raised, for KIND/saved/CASE how it compares with stock. One launch serves many
+cases: starting takes most of the time.
 """
 
 import json
