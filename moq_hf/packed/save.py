@@ -109,7 +109,7 @@ class SaveOptions:
     float_metrics: Mapping[str, Any] | None = None
     state_dict: Mapping[str, Tensor] | None = None
     run: Any = None
-    max_shard_size: int | str = "50GB"
+    max_shard_size: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def save_quantized(
     state_dict: Mapping[str, Tensor] | None = None,
     inputs: Mapping[str, Any] | None = None,
     layout: Layout | None = None,
-    max_shard_size: int | str = "50GB",
+    max_shard_size: int | str | None = None,
 ) -> Path:
     """Write `model` as a packed checkpoint that plain `from_pretrained` loads, with the same logits bit for bit.
 
@@ -187,7 +187,8 @@ def save_quantized(
             loading) or "floats"; None is the first of them that transformers can load.
             "gemma" is transformers' own `quant_method`, which loading leaves packed;
             "mxfp4" is that of GPT-OSS, and comes first where its experts are in MXFP4.
-        max_shard_size: Of a file of weights, as of `save_pretrained`.
+        max_shard_size: Of a file of weights, as of `save_pretrained`, whose default
+            None is.
 
     Returns:
         The directory.
@@ -742,16 +743,17 @@ def _write_packed_files(
     tensors: Mapping[str, Tensor],
     encoder: Encoder,
     unties: bool,
-    max_shard_size: int | str,
+    max_shard_size: int | str | None,
 ) -> None:
     """Write the tensors, and `config.json` with the quantization config."""
+    size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     with without_generation_config(model):
         # The class's own: a quantized model says of its floats that they are some.
         type(model).save_pretrained(
             model,
             folder,
             state_dict=dict(tensors),
-            max_shard_size=max_shard_size,
+            **size,
             # The tensors have their names in the files already.
             save_original_format=False,
         )
