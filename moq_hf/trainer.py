@@ -76,8 +76,8 @@ class MoQTrainer(Trainer):
     Args:
         *args: What `Trainer` takes.
         moq_config: A preset's name, the path of a JSON file, a mapping or a
-            `MoQConfig`; without it, and without keywords of a `MoQConfig`, the model
-            stays as it is.
+            `MoQConfig`; without it, and without keywords of a `MoQConfig`, that with
+            which the model was loaded; else the model stays as it is.
         teacher: A float model for distillation, instead of `distillation.teacher` in
             the config.
         teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`:
