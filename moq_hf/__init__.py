@@ -7,6 +7,7 @@ needs neither torch nor transformers.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .registration import import_with
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ _HOMES = {
     "verify_quantized": "packed.verify",
 }
 __all__ = sorted([*_HOMES, "__version__"])
+
+
+# For `from_pretrained(..., quantization_config=)`.
+import_with("transformers.quantizers.auto", f"{__name__}.hf_quantizer")
 
 
 def __getattr__(name: str) -> Any:

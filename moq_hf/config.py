@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from pydantic_core import to_jsonable_python
 
@@ -61,6 +61,9 @@ class MoQConfig(ConfigFields):
     Traceback (most recent call last):
     moq_hf.errors.MoQConfigError: MoQ config: grop_size: unknown key, did you mean group_size?
     """
+
+    # Under which name transformers finds what loads a model with it; see `hf_quantizer`.
+    quant_method: ClassVar[str] = "moq"
 
     def __init__(self, source: Any = None, /, **keywords: Any) -> None:
         # No key, but a copy has it.

@@ -37,6 +37,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from .config import MoQConfig
+from .config_fields import BitBudget
 from .errors import MoQError
 
 FLOAT_BITS = 32
@@ -440,6 +441,30 @@ def fade_steps(config: MoQConfig) -> int:
     while 1.0 - ratio * steps > 0.0:
         steps += 1
     return steps
+
+
+def needs_run(config: MoQConfig) -> Iterator[str]:
+    """What a config asks for that changes over the steps of a run, or needs its data; nothing at constant bits.
+
+    >>> [*needs_run(MoQConfig(bits=4))], [*needs_run(MoQConfig(bits=4, offset=10, gptq=128))]
+    ([], ['offset 10', 'gptq'])
+    """
+    if isinstance(config.bits, BitBudget):
+        yield "bits under a budget"
+    elif config.falls:
+        constant = f"start_bits={config.bits}"
+        hint = f"; none fall with {constant}" * (config.start_bits > config.bits)
+        yield f"falling bits ({config.span_in_words}{hint})"
+    if config.offset:
+        yield f"offset {config.offset:g}"
+    if config.activations.enabled and config.activations.start_step:
+        yield f"activations from step {config.activations.start_step}"
+    if config.blend.enabled:
+        yield "blend"
+    if config.gptq:
+        yield "gptq"
+    if config.distillation.teacher is not None:
+        yield "a teacher (MoQTrainer)"
 
 
 def offset_step_of(config: MoQConfig, total_steps: int | None) -> int:

@@ -21,6 +21,7 @@ from .config import MoQConfig
 from .config_fields import DistillationConfig
 from .config_reading import places
 from .errors import MoQError
+from .loaded import config_of
 from .model.convert import is_quantized, quant_layers
 from .model.inventory import is_packed
 from .packed.card import write_run_card
@@ -75,8 +76,8 @@ class MoQTrainer(Trainer):
     Args:
         *args: What `Trainer` takes.
         moq_config: A preset's name, the path of a JSON file, a mapping or a
-            `MoQConfig`; without it, and without keywords of a `MoQConfig`, the model
-            stays as it is.
+            `MoQConfig`; without it, and without keywords of a `MoQConfig`, that with
+            which the model was loaded; else the model stays as it is.
         teacher: A float model for distillation, instead of `distillation.teacher` in
             the config.
         teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`:
@@ -168,6 +169,10 @@ class MoQTrainer(Trainer):
         # Sums over micro-batches since the last log, and how many there were.
         self._parts: dict[str, Any] = Counter()
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
+        loaded = None if self.moq is not None else config_of(self._student)
+        if loaded is not None:
+            self.moq = MoQCallback(loaded)
+            self.add_callback(self.moq)
         # How this Trainer has it without a teacher.
         self._scaled_for_ga = self.loss_is_scaled_for_ga
         self.float_phase: FloatPhase | None = None

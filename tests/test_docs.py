@@ -418,6 +418,8 @@ def prepared(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     tokenizer = hf.AutoTokenizer.from_pretrained("examples/demo/model")
     rows = load_dataset("json", data_files="examples/demo/train.jsonl", split="train[:32]")
     model = hf.AutoModelForSequenceClassification.from_config(hf.AutoConfig.from_pretrained("examples/demo/model"))
+    if page.name == "train.md":
+        model.save_pretrained("runs/float")
     if page.name == "deploy.md":
         save_quantized(quantize_model(copy.deepcopy(model), "w8"), "runs/mrpc/quantized", processing_class=tokenizer)
         Path("data").mkdir()

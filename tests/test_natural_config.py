@@ -1,6 +1,7 @@
 """What a person writes first, row by row: it does what was meant, or one error says what to write."""
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,17 @@ def test_presets_with_keywords_on_top() -> None:
         MoQConfig.load("w4", groups=8, group_size=32)
     with pytest.raises(MoQConfigError, match="a MoQConfig and bits beside it"):
         MoQConfig.load(MoQConfig(bits=4), bits=3)
+
+
+def test_a_config_is_made_of_whatever_load_takes(tmp_path: Path) -> None:
+    (tmp_path / "own.json").write_text('{"quantize_training": {"quantize_bits": {"target_bits": 4}}}')
+    for source in ("w4", {"bits": 3}, tmp_path / "own.json"):
+        made: Any = MoQConfig(source, seed=5)  # type: ignore[call-arg]
+        assert made == MoQConfig.load(source, seed=5) and made.seed == 5
+        assert made.from_deepspeed == (source == tmp_path / "own.json")
+        assert MoQConfig(made) == made == pickle.loads(pickle.dumps(made))  # type: ignore[call-arg]
+    with pytest.raises(MoQConfigError, match="a MoQConfig and bits beside it"):
+        MoQConfig(MoQConfig(bits=4), bits=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", ["w5", "W4", "none.json", "moq_w4"])

@@ -39,6 +39,7 @@ JOBS = [
     "fsdp2/nearest",
     "fsdp2/sharded",
     "stock/nearest",
+    "loaded/saved/constant",
     "fsdp2/resume/adamw_stochastic",
     "hand/stochastic",
     "offload/stochastic",
@@ -143,6 +144,18 @@ def test_the_packed_model_of_shards_loads(job: str, saved: str, two_processes: P
     ids = torch.stack([row["input_ids"] for row in launched.rows(8)])
     with torch.no_grad():
         assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_a_loaded_model_trains_in_shards_and_is_saved_whole_or_not_at_all(two_processes: Path) -> None:
+    found = result(two_processes, "loaded/saved/constant")
+    assert found["equal"]
+    # `Trainer.save_model` gathers the weights, and hands them over.
+    files = [
+        two_processes / f"{name}/model.safetensors" for name in ("loaded-constant/packed", "stock-constant/quantized")
+    ]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert ["spread over processes (FSDP2, ZeRO-3)" in message for message in found["messages"]] == [True, True]
+    assert not (two_processes / "loaded-constant" / "own").exists()
 
 
 def test_merged_adapters_of_shards_are_delivered(two_processes: Path) -> None:

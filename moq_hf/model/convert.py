@@ -170,7 +170,7 @@ def _quantized_layer(module: nn.Module, state: LayerState) -> QuantLayer:
     return layer
 
 
-class _FloatSaves:
+class FloatSaves:
     """The `save_pretrained` of a model with quantized layers: says that what it writes are float weights.
 
     It lies on the instance, so that the model keeps its class, and is no function, so
@@ -181,6 +181,7 @@ class _FloatSaves:
         self.model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the `save_pretrained` of the model's class."""
         model: Any = self.model
         result = type(model).save_pretrained(model, *args, **kwargs)
         is_main_process = kwargs.get("is_main_process", True)
@@ -197,14 +198,15 @@ class _FloatSaves:
 
 
 def _tell_of_saves(model: nn.Module, tells: bool) -> None:
-    """Have each part of a model that `from_pretrained` can load say that it saves floats, or no longer."""
+    """Have each part of a model that `from_pretrained` can load say what it saves, as it did or as floats, or not."""
     for module in model.modules():
         attributes = vars(module)
-        if isinstance(attributes.get("save_pretrained"), _FloatSaves):
-            del attributes["save_pretrained"]
+        kind = FloatSaves
+        if isinstance(attributes.get("save_pretrained"), FloatSaves):
+            kind = type(attributes.pop("save_pretrained"))
         is_adapted = without_peft(module) is not module
         if tells and (isinstance(module, PreTrainedModel) or is_adapted):
-            attributes.setdefault("save_pretrained", _FloatSaves(module))
+            attributes.setdefault("save_pretrained", kind(module))
 
 
 def tells_of_saves(model: nn.Module) -> bool:

@@ -109,6 +109,7 @@ class SaveOptions:
     float_metrics: Mapping[str, Any] | None = None
     state_dict: Mapping[str, Tensor] | None = None
     run: Any = None
+    max_shard_size: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ def save_quantized(
     state_dict: Mapping[str, Tensor] | None = None,
     inputs: Mapping[str, Any] | None = None,
     layout: Layout | None = None,
+    max_shard_size: int | str | None = None,
 ) -> Path:
     """Write `model` as a packed checkpoint that plain `from_pretrained` loads, with the same logits bit for bit.
 
@@ -185,6 +187,8 @@ def save_quantized(
             loading) or "floats"; None is the first of them that transformers can load.
             "gemma" is transformers' own `quant_method`, which loading leaves packed;
             "mxfp4" is that of GPT-OSS, and comes first where its experts are in MXFP4.
+        max_shard_size: Of a file of weights, as of `save_pretrained`, whose default
+            None is.
 
     Returns:
         The directory.
@@ -211,7 +215,12 @@ def save_quantized(
     ('packed', 4)
     """
     options = SaveOptions(
-        processing_class, controller, metrics, float_metrics, state_dict
+        processing_class,
+        controller,
+        metrics,
+        float_metrics,
+        state_dict,
+        max_shard_size=max_shard_size,
     )
     check_choice("layout", layout, (None, *LAYOUTS))
     reference = None if inputs is None else reference_to(model, inputs)
@@ -356,7 +365,12 @@ class _Saving:
 
                 def write(folder: Path) -> None:
                     _write_packed_files(
-                        folder, self.model, renamed, encoder, self.unties
+                        folder,
+                        self.model,
+                        renamed,
+                        encoder,
+                        self.unties,
+                        self.options.max_shard_size,
                     )
                     self._write_beside(folder)
 
@@ -722,14 +736,17 @@ def _write_packed_files(
     tensors: Mapping[str, Tensor],
     encoder: Encoder,
     unties: bool,
+    max_shard_size: int | str | None,
 ) -> None:
     """Write the tensors, and `config.json` with the quantization config."""
+    size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     with without_generation_config(model):
         # The class's own: a quantized model says of its floats that they are some.
         type(model).save_pretrained(
             model,
             folder,
             state_dict=dict(tensors),
+            **size,
             # The tensors have their names in the files already.
             save_original_format=False,
         )

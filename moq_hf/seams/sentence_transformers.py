@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import read_json
+from .transformers import callers
 
 # Written by each of its models; says of which class it is.
 CONFIG = "config_sentence_transformers.json"
@@ -110,6 +111,19 @@ def save_around(
                 _replaced(processor, lambda path, **_: beside(Path(path), name, save))
             )
         model.save(str(folder), create_model_card=False)
+
+
+def saves_body() -> bool:
+    """Whether a model of Sentence Transformers has its transformers model saved just now.
+
+    Relies on: `save` of the module that has the model, which calls its `save_pretrained`.
+    Breaks: What `SentenceTransformer.save` writes of a model that was loaded with a
+    `MoQConfig` would be packed in a layout that Sentence Transformers cannot load.
+    """
+    return any(
+        name == "save" and type(owner).__module__.partition(".")[0] == LIBRARY
+        for name, owner in callers()
+    )
 
 
 @contextlib.contextmanager

@@ -73,6 +73,18 @@ def callbacks_of(trainer: transformers.Trainer) -> list[transformers.TrainerCall
     return trainer.callback_handler.callbacks
 
 
+def callers() -> Iterator[tuple[str, Any]]:
+    """The functions that are under way, the innermost first: the name of each, and what it has as `self`, if anything.
+
+    Relies on: Frames, as CPython has them.
+    Breaks: No Trainer could be built with a `MoQCallback`.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_code.co_name, frame.f_locals.get("self")
+        frame = frame.f_back
+
+
 def calling_trainer(
     state: transformers.TrainerState,
 ) -> transformers.Trainer:
@@ -88,12 +100,9 @@ def calling_trainer(
     it as `self`; a callback is given no other way to it.
     Breaks: No Trainer could be built with a `MoQCallback`.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        found = frame.f_locals.get("self")
+    for _, found in callers():
         if isinstance(found, transformers.Trainer) and found.state is state:
             return found
-        frame = frame.f_back
     raise MoQError("a MoQCallback is for a transformers.Trainer, and none calls it")
 
 
@@ -110,6 +119,18 @@ def call_first(
     if callback in callbacks:
         callbacks.remove(callback)
         callbacks.insert(0, callback)
+
+
+def give_to_each_trainer(callback: type[transformers.TrainerCallback]) -> None:
+    """Have each Trainer that is made from now on, and its subclasses, begin with a callback; once is enough.
+
+    Relies on: `transformers.trainer.DEFAULT_CALLBACKS`, which `Trainer.__init__` reads.
+    Breaks: A model loaded with a `MoQConfig` would not train in a stock Trainer as with
+    a `MoQCallback`: each micro-batch would count as a step, and nothing be delivered.
+    """
+    callbacks: list[Any] = transformers.trainer.DEFAULT_CALLBACKS
+    if callback not in callbacks:
+        callbacks.append(callback)
 
 
 def is_reporter(callback: transformers.TrainerCallback) -> bool:
@@ -168,17 +189,13 @@ def saves_checkpoint() -> bool:
     """Whether a Trainer is saving a checkpoint of its run just now.
 
     Relies on: `Trainer._save_checkpoint`, whose frame has the Trainer as `self`.
-    Breaks: Each checkpoint would come with a warning that its weights are floats.
+    Breaks: Each checkpoint would come with a warning that its weights are floats; those
+    of a model that was loaded with a `MoQConfig` would be packed, and no run go on.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if frame.f_code.co_name == "_save_checkpoint" and isinstance(
-            owner, transformers.Trainer
-        ):
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        name == "_save_checkpoint" and isinstance(owner, transformers.Trainer)
+        for name, owner in callers()
+    )
 
 
 def prepared_inputs(trainer: transformers.Trainer, inputs: Any) -> dict[str, Any]:

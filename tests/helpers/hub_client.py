@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import get_session, snapshot_download
-from tiny_runs import CONFIG, moq, stock
-from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
+from tiny_runs import CONFIG, arguments, moq, new_model, stock
+from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, Trainer
 
-from moq_hf import MoQTrainer, verify_quantized
+from moq_hf import MoQConfig, MoQTrainer, verify_quantized
 
 IDS = torch.arange(5, 26).view(3, 7)
 STRATEGIES = ("end", "checkpoint", "all_checkpoints")
@@ -50,6 +50,21 @@ def push_stock(folder: Path) -> None:
     loaded = AutoModelForSequenceClassification.from_pretrained(f"tester/{folder.name}", subfolder="quantized").eval()
     assert torch.equal(loaded(IDS).logits, evaluated)
     verify_quantized(folder / "quantized", trainer.model)
+
+
+def push_loaded(folder: Path) -> None:
+    """A model that was loaded with a MoQConfig: by itself, by saving it, and by a stock Trainer."""
+    new_model().save_pretrained(folder / "base")
+    config = {"quantization_config": MoQConfig(bits=4)}
+    model: Any = BertForSequenceClassification.from_pretrained(folder / "base", **config)
+    evaluated = model(IDS).logits
+    model.push_to_hub("tester/loaded")
+    model.save_pretrained(folder / "saved", push_to_hub=True, repo_id="tester/saved")
+    settings = arguments(folder / "trained", push_to_hub=True, hub_model_id="tester/trained")
+    Trainer(model, settings).push_to_hub()
+    for name in ("loaded", "saved", "trained"):
+        loaded = BertForSequenceClassification.from_pretrained(f"tester/{name}").eval()
+        assert torch.equal(loaded(IDS).logits, evaluated), name
 
 
 def fault(number: int, kind: str) -> dict[str, Any]:
@@ -92,4 +107,5 @@ if __name__ == "__main__":
     for name in STRATEGIES:
         push(root / name, name)
     push_stock(root / "stock")
+    push_loaded(root / "loaded")
     push_with_faults(root / "faults", ("500", "dropped"))

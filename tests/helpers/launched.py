@@ -1,11 +1,12 @@
 """Trains tiny models in one process or in many: `torchrun --nproc-per-node 2 launched.py OUT KIND/CASE...`.
 
-KIND is ddp, fsdp2 (by the Trainer's own arguments), stock (the same without MoQTrainer), hand (a loop of one's own
-around `fully_shard`), offload (the same with parts that are kept on the CPU), hsdp (in half as many parts, twice),
-reshard (a forward pass leaves parts of another size), zero1, zero2 or zero3; ddp comes first,
-since Accelerate keeps what it was told. Rank 0 writes
+KIND is ddp, fsdp2 (by the Trainer's own arguments), stock (the same without MoQTrainer), loaded (that without a
+callback: the model is loaded with a MoQConfig), hand (a loop of one's own around `fully_shard`), offload (the same with
+parts that are kept on the CPU), hsdp (in half as many parts, twice), reshard (a forward pass leaves parts of another
+size), zero1, zero2 or zero3; ddp comes first, since Accelerate keeps what it was told. Rank 0 writes
 OUT/KIND-CASE.pt: the float weights, the bits, every switch and the losses; for KIND/resume/CASE if a resumed run is
-equal, for KIND/error/CASE what each rank raised. One launch serves many cases: starting takes most of the time.
+equal, for KIND/error/CASE what each rank raised, for KIND/saved/CASE how it compares with stock. One launch serves many
+cases: starting takes most of the time.
 """
 
 import json
@@ -53,6 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stochastic": (STOCHASTIC, {}),
     "ternary": ({**BASE, "quantize_bits": {"start_bits": 4, "target_bits": 2}}, {}),
     # Rounded in the last step alone: sums in another order may round to another code.
+    "constant": ({"bits": 3, "groups": 3, "scale_refresh": 3, "rounding": "stochastic"}, {}),
     "activations": ({**BASE, "activation_quantization": {"enabled": True, "start_step": STEPS - 1}}, {}),
     "adamw_stochastic": (STOCHASTIC, {"optim": "adamw_torch_fused", "learning_rate": 2e-3}),
     "sharded": (
@@ -123,7 +125,7 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
     settings["per_device_train_batch_size"] //= world
     float_first = settings.pop("float_first", None)
     saved_as = settings.pop("state_dict_type", "FULL_STATE_DICT")
-    if kind in ("fsdp2", "stock"):
+    if kind in ("fsdp2", "stock", "loaded"):
         settings["fsdp"] = True
         settings["fsdp_config"] = {"transformer_layer_cls_to_wrap": ["BertLayer"], "state_dict_type": saved_as}
     if kind.startswith("zero"):
@@ -142,9 +144,15 @@ def trainer_for(folder: Path, kind: str, case: str, callbacks: Any = (), **more:
     model = new_model()
     if case.startswith(("lora", "dora")):
         model = adapted(model, case.startswith("dora"))
-    if kind == "stock":
+    if kind == "loaded":
+        model.save_pretrained(folder / "base")
+        dist.barrier()
+        with_config = {"quantization_config": MoQConfig(**config)}
+        model = hf.BertForSequenceClassification.from_pretrained(folder / "base", **with_config)
+    if kind in ("stock", "loaded"):
         model.accepts_loss_kwargs = False
-        return OnCpu(model, arguments, train_dataset=rows(), callbacks=[MoQCallback(config), *callbacks])
+        own = [MoQCallback(config)] if kind == "stock" else []
+        return OnCpu(model, arguments, train_dataset=rows(), callbacks=[*own, *callbacks])
     more = {"moq_config": config, "float_first": float_first, "callbacks": list(callbacks)}
     return MoQOnCpu(model, arguments, train_dataset=rows(), **more)
 
@@ -243,6 +251,25 @@ def resumed(folder: Path, kind: str, case: str) -> bool:
     return equal and found["bits"] == expected["bits"] and found["history"] == expected["history"]
 
 
+def saved(folder: Path, kind: str, case: str) -> dict[str, Any]:
+    """Whether a run ends as one with a callback does, and what each rank hears of saving by oneself."""
+    expected = run(folder, "stock", case)
+    trainer = trainer_for(folder / f"{kind}-{case}", kind, case)
+    trainer.train()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    found = outcome({"model": model, "controller": None, "losses": []})
+    trainer.save_model(str(folder / f"{kind}-{case}" / "packed"))
+    messages: list[str | None] = [None] * dist.get_world_size()
+    try:
+        model.save_pretrained(folder / f"{kind}-{case}" / "own")
+        own = "saved"
+    except MoQError as error:
+        own = str(error)
+    dist.all_gather_object(messages, own)
+    equal = all(torch.equal(found["weights"][name], value) for name, value in expected["weights"].items())
+    return {"equal": equal, "messages": messages}
+
+
 class Break(hf.TrainerCallback):
     """Makes rank 1 differ from rank 0 after five steps."""
 
@@ -287,7 +314,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for argument in sys.argv[2:]:
         kind, *modes, case = argument.split("/")
-        modes_of = {"resume": resumed, "error": refused}
+        modes_of = {"resume": resumed, "error": refused, "saved": saved}
         what = modes_of[modes[0]] if modes else run
         found = what(folder, kind, case)
         if dist.get_rank() == 0:

@@ -83,6 +83,12 @@ def test_a_stock_trainer_uploads_it_in_a_folder(done: Done) -> None:
     assert {"quantized/moq_state.json", "quantized/README.md"} <= set(files)
 
 
+@pytest.mark.parametrize("name", ["loaded", "saved", "trained"])
+def test_a_model_that_was_loaded_quantized_is_uploaded_packed(name: str, done: Done) -> None:
+    files = done.repos[f"tester/{name}"]
+    assert b"pack-quantized" in files["config.json"] and {"moq_state.json", "README.md"} <= set(files)
+
+
 def test_a_push_that_fails_at_any_request_leaves_one_whole_model_here_and_there(done: Done) -> None:
     faults = [json.loads(line.removeprefix("fault ")) for line in done.stdout.splitlines() if line.startswith("fault ")]
     for kind, error in (("500", "HfHubHTTPError"), ("dropped", "RemoteProtocolError")):

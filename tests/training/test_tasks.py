@@ -24,7 +24,16 @@ from torch import nn
 from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, HyperParamSearchBackendBase
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
-from moq_hf import MoQCallback, MoQError, MoQTrainer, dequantize_model, quantize_model, save_quantized, verify_quantized
+from moq_hf import (
+    MoQCallback,
+    MoQConfig,
+    MoQError,
+    MoQTrainer,
+    dequantize_model,
+    quantize_model,
+    save_quantized,
+    verify_quantized,
+)
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import LINEARS
 from moq_hf.seams.transformers import start_in_base, without_start
@@ -564,6 +573,27 @@ def test_sft_of_trl(lora_is: str, tmp_path: Path, stranger: Stranger, monkeypatc
         check_adapter(model, type(model.get_base_model()).from_pretrained(folder), folder / "adapter", inputs)
     else:
         assert stranger.load(folder, model.get_base_model(), inputs)["equal"]
+
+
+@noisy
+def test_sft_of_trl_loads_the_model_quantized(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    new_model("Llama", "causal LM").save_pretrained(tmp_path / "base")
+    config, found = MoQConfig(bits=4, rounding="stochastic"), []
+    for kwargs, callbacks in (({"quantization_config": config}, []), ({}, [MoQCallback(config)])):
+        settings = {"max_length": 16, "bf16": False, "gradient_accumulation_steps": 2}
+        args = arguments(tmp_path, trl.SFTConfig, model_init_kwargs=kwargs, **settings)
+        trainer = trl.SFTTrainer(
+            str(tmp_path / "base"),
+            args=args,
+            train_dataset=Dataset.from_list([{"text": sentence} for sentence in SENTENCES]),
+            processing_class=tokenizer(),
+            callbacks=callbacks,
+        )
+        trainer.train()
+        assert len(quant_layers(trainer.model)) == 14
+        found.append([parameter.detach() for parameter in trainer.model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def sentence_model(folder: Path) -> Any:

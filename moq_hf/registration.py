@@ -1,0 +1,50 @@
+"""Imports a module as soon as another one is there, so that neither is imported before somebody wants it."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module, util
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+class _With(MetaPathFinder):
+    """Finds nothing itself: has the module imported that goes with the one that is searched."""
+
+    def __init__(self, other: str, module: str) -> None:
+        self.other = other
+        self.module = module
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if fullname != self.other:
+            return None
+        sys.meta_path.remove(self)
+        spec = util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def exec_module(other: ModuleType) -> None:
+            run(other)
+            import_module(self.module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign, assignment]
+        return spec
+
+
+def import_with(other: str, module: str) -> None:
+    """Import a module together with another one: now, if that one is there, or right after it.
+
+    Args:
+        other: Dotted name of the module that is waited for.
+        module: Dotted name of the one to import.
+    """
+    if other in sys.modules:
+        import_module(module)
+    else:
+        sys.meta_path.insert(0, _With(other, module))
