@@ -48,6 +48,7 @@ from .seams.transformers import (
     is_compiled_in_place,
     is_its_own_reference,
     is_reporter,
+    is_trl,
     loss_scale,
     tell_of_saves,
     train_no_more_than_asked,
@@ -201,6 +202,11 @@ class MoQCallback(TrainerCallback, ExportableState):
         return self._host if getattr(self._host, "moq", None) is self else None
 
     @property
+    def is_handed_batches(self) -> bool:
+        """Whether the Trainer hands its batches to `observe`, with what its loss needs and the model does not see."""
+        return self.trainer is not None and not is_trl(self.trainer)
+
+    @property
     def bits(self) -> dict[str, int]:
         """Block name to the bits of its layers in the next forward pass, 32 in float; no tables. Empty without one."""
         return {} if self.controller is None else dict(self.controller.schedule.bits)
@@ -331,7 +337,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         if self.trainer is None and self.config.distillation.teacher is not None:
             raise MoQError(
-                "distillation.teacher: a callback cannot change the loss; use MoQTrainer"
+                "distillation.teacher: a callback cannot change the loss; use MoQTrainer, or MoQMixin with your Trainer"
             )
         self.delivered = None
         call_first(self._host, self)
@@ -425,7 +431,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller.sensitivity.set_run_length(
             state.max_steps, rows, args.bf16 or args.fp16
         )
-        own_loss = model_loss if self.trainer is None else self.trainer.mean_loss
+        own_loss = self.trainer.mean_loss if self.is_handed_batches else model_loss
         controller.sensitivity.measure.loss = self.loss or own_loss
 
     def _go_on(
@@ -809,7 +815,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         # the data in the end.
         self._kept = None
         self._readers_checked = is_compiled
-        is_measured = controller.sensitivity is not None and self.trainer is None
+        is_measured = controller.sensitivity is not None and not self.is_handed_batches
         if is_measured or (self.config.prove and not is_compiled):
             self._hook = on_training_batch(controller.model, self._take)
 
@@ -821,9 +827,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Take what went through the model in training: keep the first batch, measure sensitivity on some."""
         if self._kept is None and self.config.prove and self.controller is not None:
             self._kept = kept_batch(inputs, self.controller.model)
-        # A MoQTrainer hands its batches to `observe`, with what the loss needs and the
-        # model does not see.
-        if self.trainer is None:
+        if not self.is_handed_batches:
             self.observe(inputs)
 
 

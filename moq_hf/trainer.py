@@ -1,5 +1,6 @@
-"""`MoQTrainer`: a `Trainer` with MoQ wired in, and what only a Trainer subclass can do."""
+"""`MoQMixin`: MoQ wired into a Trainer class, with what only a subclass can do; `MoQTrainer` is it with `Trainer`."""
 
+import contextlib
 import inspect
 import logging
 import os
@@ -7,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,11 @@ from .packed.files import save_beside
 from .packed.state import STATE_NAME, record_metrics
 from .processes import is_apart
 from .seams.transformers import (
+    KNOWS_SCALE,
     average_loss,
     callbacks_of,
     checkpoint_folder,
+    metrics_apart,
     prepared_inputs,
     save_training_args,
 )
@@ -43,37 +46,48 @@ from .training.checkpoints import (
     resumed_state,
 )
 from .training.distillation import (
+    TASK,
+    Pass,
     check_hidden,
     fingerprint,
     labels_at_logits,
     load_teacher,
     loss_parts,
+    passes_of,
     switch_off_dropout,
     weighted,
 )
 from .training.embeddings import queries_keys_values
 from .training.float_first import FloatPhase, after_float, share_of
-from .training.measuring import evaluating
+from .training.measuring import evaluating, repeatable
 from .training.messages import loss_in_words
 
 logger = logging.getLogger(__name__)
 
 
-class MoQTrainer(Trainer):
-    """A `Trainer` that takes a MoQ config.
+# The base of a mixin: its `super()` is the Trainer that stands beside it.
+if TYPE_CHECKING:
+    from transformers import Trainer as _Beside
+else:
+    _Beside = object
+
+
+class MoQMixin(_Beside):
+    """Gives a Trainer class a MoQ config, a teacher and a float phase: `class MoQSFT(MoQMixin, SFTTrainer): ...`.
 
     Beyond what `MoQCallback` does for any Trainer:
 
     - A loss that ignores `num_items_in_batch` is not multiplied by accumulation steps and processes, as the stock
       Trainer of transformers 5 does with BERT's and other classifiers'. Measured on the first batch, not guessed.
-    - Eigenvalues are measured with `compute_loss`, whatever it is.
+    - Eigenvalues are measured with `compute_loss`, whatever it is; in TRL's Trainers with the model's own loss.
     - A teacher (`distillation` in the config) is part of the loss in training, and the parts of that loss are logged;
-      evaluation has the task's own loss.
+      evaluation has the task's own loss, which is the Trainer's, DPO's for instance. The teacher answers each forward
+      pass that `compute_loss` makes with gradients.
     - `save_model` and `push_to_hub` deliver the packed model too (see `save_quantized`), with the weights as evaluated;
       the checkpoints of a run keep the float ones.
 
     Args:
-        *args: What `Trainer` takes.
+        *args: What the Trainer takes.
         moq_config: A preset's name, the path of a JSON file, a mapping or a
             `MoQConfig`; without it, and without keywords of a `MoQConfig`, the model
             stays as it is.
@@ -88,14 +102,14 @@ class MoQTrainer(Trainer):
             schedule and the optimizer's state begun anew. Neither phase has
             dropout, unless `distillation.dropout` is true. The config's
             `schedule_offset` is not read.
-        **kwargs: What `Trainer` takes, and keywords of `MoQConfig`, which go before
+        **kwargs: What the Trainer takes, and keywords of `MoQConfig`, which go before
             what `moq_config` says.
 
     Raises:
         MoQConfigError: The config is wrong, or there is a keyword that neither knows.
         MoQError: The config does not fit the model, `callbacks` holds a MoQCallback
-            too, or `float_first` goes with a teacher, without a config, with a custom
-            scheduler or with PEFT's adapters.
+            too, `float_first` goes with a teacher, without a config, with a custom
+            scheduler or with PEFT's adapters, or the mixin stands behind its Trainer.
 
     Attributes:
         moq: The `MoQCallback`, or None.
@@ -106,21 +120,21 @@ class MoQTrainer(Trainer):
         teacher_fingerprint: A checksum of the teacher in use; None without one.
         float_phase: With `float_first`, the `FloatPhase` of its runs; else None.
 
-    >>> import tempfile
-    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
-    >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
-    >>> data = [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4, 5, 6], "labels": 1}]
-    >>> config = {
-    ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
-    ...     "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0},
-    ... }
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     args = TrainingArguments(folder, max_steps=3, use_cpu=True, report_to=[])
-    ...     trainer = MoQTrainer(model, args, train_dataset=data, moq_config=config)
-    >>> trainer.moq.controller.layers["bert.pooler.dense"]
-    QuantLinear(in_features=16, out_features=16, bias=True, bits=6)
+    >>> from transformers import Seq2SeqTrainer
+    >>> class MoQSeq2SeqTrainer(MoQMixin, Seq2SeqTrainer): ...
     """
+
+    # What a user has subclassed, for messages.
+    _wired_by = "MoQMixin"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(MoQMixin):
+            raise MoQError(
+                f"{cls.__name__}: MoQMixin stands behind the Trainer, which would never call it: write "
+                f"class {cls.__name__}(MoQMixin, {cls.__bases__[0].__name__})"
+            )
 
     def __init__(
         self,
@@ -135,6 +149,10 @@ class MoQTrainer(Trainer):
         float_first: bool | float | None = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(self, Trainer):
+            raise MoQError(
+                f"{type(self).__name__}: MoQMixin needs a Trainer beside it: class Mine(MoQMixin, SFTTrainer)"
+            )
         callbacks = list(kwargs.get("callbacks") or [])
         share = share_of(float_first)
         # Keywords that no Trainer takes go to the config, whose error says what a wrong one was meant for.
@@ -170,10 +188,11 @@ class MoQTrainer(Trainer):
         self._dropped: list[tuple[nn.Module, str, float]] = []
         # Sums over micro-batches since the last log, and how many there were.
         self._parts: dict[str, Any] = Counter()
+        self._teacher: PreTrainedModel | None = None
+        self.float_phase: FloatPhase | None = None
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
         # How this Trainer has it without a teacher.
-        self._scaled_for_ga = self.loss_is_scaled_for_ga
-        self.float_phase: FloatPhase | None = None
+        self._scaled_for_ga = getattr(self, "loss_is_scaled_for_ga", None)
         if share is not None and config is not None:
             self.float_phase = FloatPhase(self, share, self._student)
             check_hidden(self._student, config.distillation)
@@ -201,12 +220,12 @@ class MoQTrainer(Trainer):
             check_whole(resume_from_checkpoint)
         if self._live_moq() is None and self.moq is not None:
             raise MoQError(
-                "the MoQCallback of this MoQTrainer was removed: its model would train on at the bits that it has now, "
-                "and nothing would be delivered; leave the callback in, or train a float model in another Trainer"
+                f"the MoQCallback of this {self._wired_by} was removed: its model would train on at the bits it has "
+                "now, and nothing would be delivered; leave the callback in, or train a float model in another Trainer"
             )
         if self.moq is None:
             first = "call moq_hf.dequantize_model(model) first to train in float"
-            found = "this MoQTrainer quantizes nothing"
+            found = f"this {self._wired_by} quantizes nothing"
             if is_packed(self._student):
                 found = f"the quantized weights of a packed checkpoint do not train: {first}"
             elif is_quantized(self._student):
@@ -239,17 +258,20 @@ class MoQTrainer(Trainer):
             self._loss_checked = True
             self._check_loss_scale(model, inputs, num_items_in_batch)
         moq = self._live_moq()
-        if moq is not None:
+        if moq is not None and moq.is_handed_batches:
             moq.observe(prepared_inputs(self, inputs))
+        if self._teacher is not None and not KNOWS_SCALE:
+            num_items_in_batch = None
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not self._loss_called and (
             self._teacher is not None or self.float_phase is not None
         ):
             self._loss_called = self._teacher_ignored = True
             logger.warning(
-                "moq_hf: compute_loss of %s does not call that of MoQTrainer, which follows the teacher: it is not "
+                "moq_hf: compute_loss of %s does not call that of %s, which follows the teacher: it is not "
                 "followed; call super().compute_loss",
                 type(self).__name__,
+                self._wired_by,
             )
         return loss
 
@@ -342,7 +364,7 @@ class MoQTrainer(Trainer):
         if not self._rates_restart:
             raise MoQError(
                 f"float_first begins the learning rate's schedule anew, but {type(self).__name__}.create_scheduler "
-                "does not call that of MoQTrainer: call super().create_scheduler, or leave it out"
+                f"does not call that of {self._wired_by}: call super().create_scheduler, or leave it out"
             )
         if not has_begun:
             phase.begin()
@@ -410,9 +432,10 @@ class MoQTrainer(Trainer):
         """The scalar mean loss over one batch by itself, by `compute_loss`; sensitivity is measured on it."""
         prepared = dict(inputs)
         count = self._count_of(prepared)
-        return cast(
-            Tensor, self.compute_loss(model, prepared, num_items_in_batch=count)
-        )
+        with metrics_apart(self):
+            return cast(
+                Tensor, self.compute_loss(model, prepared, num_items_in_batch=count)
+            )
 
     def _count_of(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """What a `compute_loss_func` must divide by for the mean over one batch; None where the model has the loss."""
@@ -433,7 +456,11 @@ class MoQTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """As `Trainer.compute_loss`; in training with a teacher, the distillation loss."""
+        """As `Trainer.compute_loss`; in training with a teacher, the distillation loss.
+
+        Raises:
+            MoQError: What is compared is not in the model's output, or the model is not called.
+        """
         self._loss_called = True
         phase = self.float_phase
         # At its first step a float phase finds out whether the model can be its own
@@ -447,32 +474,38 @@ class MoQTrainer(Trainer):
             )
         config = self.moq.config.distillation
         student = self._student
-        if config.hidden:
-            inputs = {**inputs, "output_hidden_states": True}
         count = num_items_in_batch if teacher is None else self._count_of(inputs)
-        with queries_keys_values(student, config.relations) as ours:
-            if teacher is not None and not config.labels:
+        compute = super().compute_loss
+        is_stock = getattr(compute, "__func__", None) is Trainer.compute_loss
+        found: Any = None
+        with passes_of(model, student, config) as passes:
+            if is_stock and teacher is not None and not config.labels:
                 # There may be none, nor a loss in the model's output.
-                loss, outputs = None, model(**inputs)
+                model(**inputs)
             else:
                 # The Trainer takes the labels out where it computes the loss itself.
-                loss, outputs = super().compute_loss(model, dict(inputs), True, count)
-        theirs, teacher_outputs = ours, outputs
-        if teacher is not None:
-            # As the student, around whose forward pass Accelerate has put it.
-            with (
-                torch.no_grad(),
-                self.accelerator.autocast(),
-                queries_keys_values(teacher, config.relations) as theirs,
-            ):
-                teacher_outputs = teacher(**inputs)
-        # With labels a forward pass finds out what it is, if the config did not say it.
-        problem = getattr((teacher or student).config, "problem_type", None)
-        inputs = {**inputs, "labels": labels_at_logits(student, inputs.get("labels"))}
-        with torch.set_grad_enabled(teacher is not None):
-            parts = loss_parts(
-                loss, outputs, teacher_outputs, inputs, config, problem, (ours, theirs)
+                found = compute(model, dict(inputs), return_outputs, count)
+        if not passes:
+            raise MoQError(
+                f"distillation: compute_loss of {type(self).__name__} does not call the model that it is given in "
+                "training, so there is nothing for the teacher to answer"
             )
+        if any(each.is_fused for each in passes):
+            # Before there is a teacher, nothing but the trial may draw random numbers.
+            kept = contextlib.nullcontext() if teacher is not None else repeatable()
+            with kept, passes_of(model, student, config) as again:
+                for each in passes:
+                    model(**each.unlabeled)
+            passes = [
+                b._replace(inputs=a.inputs) for a, b in zip(passes, again, strict=True)
+            ]
+        loss = found[0] if return_outputs and found else found
+        parts: dict[str, Any] = Counter()
+        if loss is not None and config.labels:
+            parts[TASK] = loss.float()
+        for each in passes:
+            for name, part in self._compared(each, inputs, is_stock).items():
+                parts[name] += part / len(passes)
         if teacher is not None:
             loss = sum(weighted(parts, config).values())
             # Under DataParallel the task's own has a value for each device.
@@ -480,7 +513,36 @@ class MoQTrainer(Trainer):
             # Here and not for the log, which a Trainer may leave to one process.
             means = self.accelerator.reduce(values, reduction="mean")
             self._parts.update({**dict(zip(parts, means, strict=True)), "count": 1})
-        return (loss, outputs) if return_outputs else loss
+        return (
+            (loss, found[1] if found else passes[-1].output) if return_outputs else loss
+        )
+
+    def _compared(
+        self, student: Pass, batch: Mapping[str, Any], is_stock: bool
+    ) -> dict[str, Tensor]:
+        """The parts of the loss that compare a pass of the student with the teacher's; before there is one, a trial."""
+        config = cast(MoQCallback, self.moq).config.distillation
+        teacher = self._teacher
+        # A Trainer that computes the loss itself keeps the labels to itself.
+        kept = {name: batch[name] for name in ("labels",) if name in batch}
+        given = {**kept, **student.inputs}
+        theirs, relations = student.output, student.relations
+        if teacher is not None:
+            # As the student, around whose forward pass Accelerate has put it.
+            with (
+                torch.no_grad(),
+                self.accelerator.autocast(),
+                queries_keys_values(teacher, config.relations) as relations,
+            ):
+                theirs = teacher(**(given if is_stock else student.inputs))
+        # With labels a forward pass finds out what it is, if the config did not say it.
+        problem = getattr((teacher or self._student).config, "problem_type", None)
+        given["labels"] = labels_at_logits(self._student, given.get("labels"))
+        both = (student.relations, relations)
+        with torch.set_grad_enabled(teacher is not None):
+            return loss_parts(
+                None, student.output, theirs, given, config, problem, both
+            )
 
     def _check_loss_scale(
         self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
@@ -493,11 +555,15 @@ class MoQTrainer(Trainer):
         if (
             count is None
             or factor == 1
-            or self.loss_is_scaled_for_ga is not None
+            or self._scaled_for_ga is not None
             or self.compute_loss_func is not None
         ):
             return
-        with evaluating(model), self.compute_loss_context_manager():
+        with (
+            evaluating(model),
+            metrics_apart(self),
+            self.compute_loss_context_manager(),
+        ):
             prepared = prepared_inputs(self, inputs)
             once, twice = (
                 float(
@@ -609,3 +675,25 @@ class MoQTrainer(Trainer):
                 self.moq = callback
                 return callback
         return None
+
+
+class MoQTrainer(MoQMixin, Trainer):
+    """A `Trainer` that takes a MoQ config: `MoQMixin`, which says what it does and takes, with the stock `Trainer`.
+
+    >>> import tempfile
+    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
+    >>> data = [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4, 5, 6], "labels": 1}]
+    >>> config = {
+    ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
+    ...     "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0},
+    ... }
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     args = TrainingArguments(folder, max_steps=3, use_cpu=True, report_to=[])
+    ...     trainer = MoQTrainer(model, args, train_dataset=data, moq_config=config)
+    >>> trainer.moq.controller.layers["bert.pooler.dense"]
+    QuantLinear(in_features=16, out_features=16, bias=True, bits=6)
+    """
+
+    _wired_by = "MoQTrainer"
