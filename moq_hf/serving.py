@@ -602,7 +602,7 @@ def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, Enco
             kind,
             (rows, columns),
             inventory.table_bits or 0 if is_table else width,
-            grid_of(module, own, parameter),
+            grid_of(module, own, parameter, inventory.table_bits),
             # A weight that a head shares with a table is stored as a table.
             is_table=is_table or name in inventory.tied.values(),
             matrices=() if kind == "experts" else None,

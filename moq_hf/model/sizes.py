@@ -174,23 +174,25 @@ class ModelSizes:
         many bits as the largest, whichever is less; see `has_one_width`.
         """
         own = self._saved(None)
-        if any(weight.is_table for weight in self._weights) and self.is_unpacked:
-            # Tables of more bits than the layers widen all codes, or stay floats.
+        alike = self._saved(_widest(self._weights))
+        if own != alike and self.is_unpacked:
+            # All codes are as wide as the widest, and tables that would widen them more
+            # than it saves stay floats.
             layers = [weight for weight in self._weights if not weight.is_table]
             width = _widest(layers)
             own = sum(
                 weight.numbers * weight.full if weight.is_table else weight.saved(width)
                 for weight in self._weights
             )
-        size = min(own, self._saved(_widest(self._weights)))
-        return (self._others_bits + size) / 8e6
+        return (self._others_bits + min(own, alike)) / 8e6
 
     def at_full_size(self, config: MoQConfig) -> str | None:
         """Which layers will be saved as floats at their targets, and why; None if none will."""
         reasons: dict[str, list[str]] = {}
         model = pretrained(self._inventory.model)
         is_taken_apart = isinstance(model, PreTrainedModel) and all(
-            takes_apart(model, packed) for packed in ((), self._packed)
+            takes_apart(model, packed)
+            for packed in ((), _linear_layers(self._inventory))
         )
         for weight in self._weights:
             name = weight.layer.moq.name
@@ -210,23 +212,10 @@ class ModelSizes:
         is_large = sum(map(len, reasons.values())) == len(self._weights)
         return text + "; the file will be as large as in float" * is_large
 
-    @property
-    def _packed(self) -> list[str]:
-        """The linear layers by their names in the model without PEFT."""
-        path = self._inventory.name_of(without_peft(self._inventory.model))
-        return [
-            (plain_name(name, ()) or "").removeprefix(f"{path}.")
-            for name, module in self._inventory.layers.items()
-            if isinstance(module, nn.Linear)
-        ]
-
     @functools.cached_property
     def is_unpacked(self) -> bool:
-        """Whether transformers unpacks the model while loading, for which all codes in the file have one width."""
-        model = without_peft(self._inventory.model)
-        with contextlib.suppress(MoQError), torch.random.fork_rng(devices=[]):
-            return is_unpacked_while_loading(model, self._packed)
-        return False
+        """See `is_unpacked`."""
+        return is_unpacked(self._inventory)
 
     @property
     def has_one_width(self) -> bool:
@@ -371,6 +360,35 @@ def parts_are_called(model: nn.Module) -> bool:
         or getattr(config, "is_encoder_decoder", False)
         or getattr(config, "sub_configs", None)
     )
+
+
+def is_unpacked(inventory: Inventory) -> bool:
+    """Whether transformers unpacks a model while loading it, for which all codes in the file have one width.
+
+    Beside its other reasons PEFT's LoRA, which wants the weights of layers as soon as
+    it is given the model.
+
+    Args:
+        inventory: With the layers that are quantized.
+    """
+    if not inventory.merged and any(
+        name.endswith("lora_A") for name in inventory.adapters
+    ):
+        return True
+    packed = _linear_layers(inventory)
+    with contextlib.suppress(MoQError), torch.random.fork_rng(devices=[]):
+        return is_unpacked_while_loading(without_peft(inventory.model), packed)
+    return False
+
+
+def _linear_layers(inventory: Inventory) -> list[str]:
+    """The linear layers that are quantized, by their names in the model without PEFT."""
+    path = inventory.name_of(without_peft(inventory.model))
+    return [
+        (plain_name(name, ()) or "").removeprefix(f"{path}.")
+        for name, module in inventory.layers.items()
+        if isinstance(module, nn.Linear)
+    ]
 
 
 def is_unpacked_while_loading(model: Any, packed: Iterable[str]) -> bool:

@@ -91,6 +91,7 @@ class Encoder:
         stored: What `moq_state.json` says of each layer that was stored.
         names: What layers are called in the files, where that is not their own name.
         dtypes: The dtypes of the float weights of layers that are stored as codes.
+        model_dtypes: The dtypes of all parameters, without PEFT's adapters.
         dtype: The dtype that the packed model will have.
         rounds_inputs: Whether the files say how inputs are rounded, and with which
             static scales, as training did; else plain loading leaves inputs alone.
@@ -168,11 +169,15 @@ class Encoder:
             dtype_name(spec.scale_dtype) for spec in coded if spec.format == "int"
         }
         # Packed modules load their scales in the model's dtype: a narrower one than
-        # theirs would round them. What is unpacked while loading is cast once, after
-        # it, and what a model keeps in float32 stays so.
+        # theirs would round them. What is unpacked while loading is cast once, after it.
+        self.model_dtypes = {
+            dtype_name(parameter.dtype)
+            for name, parameter in inventory.parameters()
+            if parameter.is_floating_point() and not inventory.is_added(name)
+        }
         dtypes = self.dtypes | scales
         if layout == "unpacked":
-            dtypes = self.dtypes - {"float32"} or self.dtypes
+            dtypes = self.model_dtypes
         self.dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
 
     @property

@@ -544,11 +544,8 @@ class _Saving:
         # one, for its user to cast; unpacked while loading it has its own dtype. One in
         # float64 would be rounded.
         is_cast = encoder.dtype not in encoder.dtypes and not encoder.rounds_inputs
-        is_cast &= (
-            len(encoder.widths) == 1
-            or self._has_several_dtypes()
-            or "float64" in encoder.dtypes
-        )
+        is_cast &= len(encoder.model_dtypes) == 1
+        is_cast &= len(encoder.widths) == 1 or "float64" in encoder.dtypes
         has_one_width = ModelSizes(self.whole, self.quantized).has_one_width
         if served or is_cast or has_one_width:
             tried = ["unpacked", "packed", "floats"]
@@ -563,10 +560,6 @@ class _Saving:
                 f"transformers cannot answer with this model in the layout {wanted}: leave layout out"
             )
         return [wanted]
-
-    def _has_several_dtypes(self) -> bool:
-        parameters = (parameter for _, parameter in self.inventory.parameters())
-        return len({p.dtype for p in parameters if p.is_floating_point()}) > 1
 
     def _is_gpt_oss(self) -> bool:
         """Whether the model has experts in MXFP4, and there is a layout for them."""
