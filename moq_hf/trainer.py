@@ -31,6 +31,7 @@ from .processes import is_apart
 from .seams.transformers import (
     KNOWS_SCALE,
     average_loss,
+    callback_states,
     callbacks_of,
     checkpoint_folder,
     metrics_apart,
@@ -41,9 +42,9 @@ from .training.checkpoints import (
     STATE_FILE,
     best_step,
     check_whole,
+    entry_of_moq,
     last_checkpoint,
     last_metrics,
-    resumed_state,
 )
 from .training.distillation import (
     TASK,
@@ -61,6 +62,8 @@ from .training.embeddings import queries_keys_values
 from .training.float_first import FloatPhase, after_float, share_of
 from .training.measuring import evaluating, repeatable
 from .training.messages import loss_in_words
+from .training.resume import saved_state
+from .training.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -324,9 +327,11 @@ class MoQMixin(_Beside):
                 "float_first begins the learning rate's schedule anew: leave the scheduler to the Trainer, and out of "
                 "a DeepSpeed config"
             )
-        step = cast(MoQCallback, self._live_moq()).offset(self.state)
+        run = cast(MoQCallback, self._live_moq()).run_of(self.state)
+        run.check_float_first()
+        step = run.offset
         # A checkpoint may be beyond the end that the run has now.
-        num_training_steps = max(num_training_steps, self.state.global_step)
+        num_training_steps = max(num_training_steps, run.first)
         if not 0 < step < num_training_steps:
             raise MoQError(
                 f"float_first {self.float_phase.share:g} of {num_training_steps} optimizer steps is step {step}: it "
@@ -347,8 +352,8 @@ class MoQMixin(_Beside):
         self._rates_restart = True
         return scheduler
 
-    def begin_phase(self, has_begun: bool, teacher_before: int | None) -> None:
-        """Begin or go on with a run: `has_begun` is whether a float phase is over. Called by the `MoQCallback`.
+    def begin_phase(self, run: Run) -> None:
+        """Begin or go on with a run. Called by the `MoQCallback`.
 
         Raises:
             MoQError: What the float phase has used cannot be begun anew; what it left
@@ -366,19 +371,18 @@ class MoQMixin(_Beside):
                 f"float_first begins the learning rate's schedule anew, but {type(self).__name__}.create_scheduler "
                 f"does not call that of {self._wired_by}: call super().create_scheduler, or leave it out"
             )
-        if not has_begun:
+        if not run.has_begun:
             phase.begin()
             self._take(None)
-            moq = cast(MoQCallback, self.moq)
             self._tell(
-                f"float first: the model trains in float up to step {moq.offset(self.state):,}"
+                f"float first: the model trains in float up to step {run.offset:,}"
                 f"{self._switch_off_dropout()}; it is then kept in {phase.folder}, as start and teacher of the "
                 "quantized rest"
             )
             return
         phase.go_on()
         self._take(phase)
-        if teacher_before != self.teacher_fingerprint:
+        if run.beside.get("teacher") != self.teacher_fingerprint:
             raise MoQError(
                 f"cannot resume: the model in {phase.folder} is not the float model of this run: it was written "
                 "by another one. Put the right one there, or start a new run"
@@ -508,6 +512,8 @@ class MoQMixin(_Beside):
                 parts[name] += part / len(passes)
         if teacher is not None:
             loss = sum(weighted(parts, config).values())
+            if self.compute_loss_func is not None and not KNOWS_SCALE:
+                loss = loss / self.current_gradient_accumulation_steps
             # Under DataParallel the task's own has a value for each device.
             values = torch.stack([part.detach().mean() for part in parts.values()])
             # Here and not for the log, which a Trainer may leave to one process.
@@ -582,7 +588,8 @@ class MoQMixin(_Beside):
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        if self._live_moq() is None and resumed_state(self.state) is not None:
+        entry = entry_of_moq(callback_states(self.state))
+        if self._live_moq() is None and saved_state(entry) is not None:
             logger.warning(
                 "moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float"
             )

@@ -217,6 +217,26 @@ def test_the_teacher_s_part_is_that_of_the_labels(tmp_path: Path) -> None:
             assert losses(trainer, f"moq/loss_{name}")[0] == pytest.approx(part.item(), rel=1e-4), (name, smoothing)
 
 
+def test_a_trainer_that_divides_by_other_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before transformers 5.19, whose Trainer had no `loss_is_scaled_for_ga`."""
+    given: dict[str, Any] = {"moq_config": CONFIG, "teacher": t5(1), "settings": {"gradient_accumulation_steps": 2}}
+    now = trained(seq2seq(tmp_path / "now", **given))
+    monkeypatch.setattr("moq_hf.trainer.KNOWS_SCALE", False)
+    monkeypatch.delattr(hf.Trainer, "loss_is_scaled_for_ga")
+    before = seq2seq(tmp_path / "before", **given)
+    counts: list[Any] = []
+    training_step = hf.Trainer.training_step
+
+    def watched(trainer: Any, model: Any, inputs: Any, count: Any = None) -> Any:
+        counts.append(count)
+        return training_step(trainer, model, inputs, count)
+
+    monkeypatch.setattr(hf.Trainer, "training_step", watched)
+    before.train()
+    assert counts == [None] * STEPS * 2
+    assert_same(weights(now), weights(before))
+
+
 def test_trl_s_own_metrics_are_of_training_alone(tmp_path: Path) -> None:
     """What a float phase evaluates and logs is not among them, nor what is measured on the first batch."""
     settings = {"gradient_accumulation_steps": 2}
