@@ -685,7 +685,13 @@ class MoQMixin(_Beside):
 
 
 class MoQTrainer(MoQMixin, Trainer):
-    """A `Trainer` that takes a MoQ config: `MoQMixin`, which says what it does and takes, with the stock `Trainer`.
+    """A `Trainer` that takes a MoQ config: `MoQMixin`, which says what it does and raises, with the stock `Trainer`.
+
+    Args:
+        *args: What `Trainer` takes.
+        moq_config: See `MoQMixin`, for `teacher`, `teacher_init_kwargs` and
+            `float_first` too.
+        **kwargs: What `Trainer` takes, and keywords of `MoQConfig`.
 
     >>> import tempfile
     >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
