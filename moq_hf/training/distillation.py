@@ -32,7 +32,6 @@ from ..errors import MoQError, explained
 from ..model.convert import dequantize_model, is_quantized
 from ..model.inventory import is_packed
 from ..names import pretrained, without_fsdp, without_peft
-from ..seams.sentence_transformers import body_of
 from ..seams.transformers import FUSED_HEAD
 from .embeddings import (
     embedding_loss,
@@ -137,7 +136,7 @@ def check_kind(model: nn.Module, key: str) -> None:
     if isinstance(model, PreTrainedModel):
         return
     way = ""
-    if body_of(model) is not model:
+    if hasattr(model, "encode"):
         way = "; its Trainer follows a teacher by loss=MoQDistillation(model, teacher)"
     raise MoQError(
         f"{key}: needs a transformers model, got {type(model).__name__}{way}"
