@@ -57,6 +57,7 @@ from .training.distillation import (
     passes_of,
     switch_off_dropout,
     weighted,
+    with_logits,
 )
 from .training.embeddings import queries_keys_values
 from .training.float_first import FloatPhase, after_float, share_of
@@ -494,15 +495,9 @@ class MoQMixin(_Beside):
                 f"distillation: compute_loss of {type(self).__name__} does not call the model that it is given in "
                 "training, so there is nothing for the teacher to answer"
             )
-        if any(each.is_fused for each in passes):
-            # Before there is a teacher, nothing but the trial may draw random numbers.
-            kept = contextlib.nullcontext() if teacher is not None else repeatable()
-            with kept, passes_of(model, student, config) as again:
-                for each in passes:
-                    model(**each.unlabeled)
-            passes = [
-                b._replace(inputs=a.inputs) for a, b in zip(passes, again, strict=True)
-            ]
+        # A trial may draw no random numbers, which the float phase would miss.
+        with contextlib.nullcontext() if teacher is not None else repeatable():
+            passes = with_logits(passes, model, student, config)
         loss = found[0] if return_outputs and found else found
         parts: dict[str, Any] = Counter()
         if loss is not None and config.labels:
@@ -519,9 +514,9 @@ class MoQMixin(_Beside):
             # Here and not for the log, which a Trainer may leave to one process.
             means = self.accelerator.reduce(values, reduction="mean")
             self._parts.update({**dict(zip(parts, means, strict=True)), "count": 1})
-        return (
-            (loss, found[1] if found else passes[-1].output) if return_outputs else loss
-        )
+        if not return_outputs:
+            return loss
+        return loss, found[1] if found else passes[-1].output
 
     def _compared(
         self, student: Pass, batch: Mapping[str, Any], is_stock: bool

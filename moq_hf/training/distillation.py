@@ -312,11 +312,6 @@ class Pass(NamedTuple):
     relations: list[Tensor]
     is_fused: bool
 
-    @property
-    def unlabeled(self) -> dict[str, Any]:
-        """The inputs without labels, of which any model makes logits."""
-        return {k: v for k, v in self.inputs.items() if k != "labels"}
-
 
 @contextlib.contextmanager
 def passes_of(
@@ -349,6 +344,24 @@ def passes_of(
         model.register_forward_hook(take, with_kwargs=True),
     ):
         yield found
+
+
+def with_logits(
+    passes: list[Pass],
+    model: nn.Module,
+    student: nn.Module,
+    config: DistillationConfig,
+) -> list[Pass]:
+    """Make forward passes again without their labels if TRL's head left out the logits; see `passes_of`."""
+    if not any(each.is_fused for each in passes):
+        return passes
+    with passes_of(model, student, config) as again:
+        for each in passes:
+            model(**{k: v for k, v in each.inputs.items() if k != "labels"})
+    return [
+        full._replace(inputs=each.inputs)
+        for each, full in zip(passes, again, strict=True)
+    ]
 
 
 def fingerprint(teacher: nn.Module) -> int:
