@@ -17,7 +17,6 @@ from tiny_runs import assert_same, trained, weights
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from moq_hf import MoQCallback, MoQError, MoQMixin, MoQTrainer
-from moq_hf.model.convert import quant_layers
 from moq_hf.training.distillation import DistillationConfig, labels_at_logits, loss_parts
 
 trl = pytest.importorskip("trl")
@@ -341,4 +340,4 @@ def test_where_the_mixin_stands() -> None:
 
 def test_arguments_go_to_whom_they_belong(tmp_path: Path) -> None:
     trainer = sft(tmp_path, bits=3, group_size=16, formatting_func=None)
-    assert trainer.moq.config.bits == 3 and len(quant_layers(trainer.model)) == 14
+    assert trainer.moq.config.bits == 3 and len(trainer.moq.controller.layers) == 14
