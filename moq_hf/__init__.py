@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .quant_linear import QuantLinear as QuantLinear
     from .rounding import quantize_model as quantize_model
     from .schedule import PrecisionSchedule as PrecisionSchedule
+    from .trainer import MoQMixin as MoQMixin
     from .trainer import MoQTrainer as MoQTrainer
     from .training.checkpoints import last_checkpoint as last_checkpoint
     from .training.distillation import MoQDistillation as MoQDistillation
@@ -35,6 +36,7 @@ _HOMES = {
     "MoQConfigError": "errors",
     "MoQDistillation": "training.distillation",
     "MoQError": "errors",
+    "MoQMixin": "trainer",
     "MoQTrainer": "trainer",
     "PrecisionSchedule": "schedule",
     "QuantLinear": "quant_linear",

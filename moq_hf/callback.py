@@ -35,7 +35,7 @@ from .packed.load_check import ReferenceOutputs, kept_batch
 from .packed.save import Delivered, SaveOptions, deliver
 from .packed.state import shareable
 from .processes import gathered_state_dict, is_apart
-from .schedule import Switch, offset_step_of
+from .schedule import Switch
 from .seams.transformers import (
     ExportableState,
     add_notebook_column,
@@ -48,6 +48,7 @@ from .seams.transformers import (
     is_compiled_in_place,
     is_its_own_reference,
     is_reporter,
+    is_trl,
     loss_scale,
     tell_of_saves,
     train_no_more_than_asked,
@@ -60,14 +61,14 @@ from .training.checkpoints import (
     complete_checkpoint,
     forget_best,
     last_metrics,
-    resumed_state,
     state_of_best,
     warn_of_half_checkpoint,
 )
 from .training.controller import MoQController
 from .training.gptq import check_possible, start_from_gptq
 from .training.measures import ModelLoss, model_loss
-from .training.resume import check_room, has_begun, planned_steps
+from .training.resume import check_room
+from .training.run import Run
 from .training.samples import first_batch, on_training_batch
 
 logger = logging.getLogger(__name__)
@@ -181,6 +182,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._loss_scale = 0.0
         self.plan: Plan | None = None
         self.delivered: Delivered | None = None
+        self._run: Run | None = None
         # The Trainer that runs the callback; None before one has it.
         self._host: Any = None
         # The Trainer with which the layers were made, before its first step.
@@ -199,6 +201,11 @@ class MoQCallback(TrainerCallback, ExportableState):
     def trainer(self) -> Any:
         """The `MoQTrainer` that runs the callback; None for a stock Trainer."""
         return self._host if getattr(self._host, "moq", None) is self else None
+
+    @property
+    def is_handed_batches(self) -> bool:
+        """Whether the Trainer hands its batches to `observe`, with what its loss needs and the model does not see."""
+        return self.trainer is not None and not is_trl(self.trainer)
 
     @property
     def bits(self) -> dict[str, int]:
@@ -234,25 +241,15 @@ class MoQCallback(TrainerCallback, ExportableState):
             attributes = before.get("attributes", attributes)
         return {"args": {"config": self.config.to_dict()}, "attributes": attributes}
 
-    def offset(self, state: TrainerState) -> int:
-        """Optimizer steps of a run before anything is quantized, from its state; by its plan if it was resumed.
+    def run_of(self, state: TrainerState) -> Run:
+        """The run that a Trainer's state is of, which is read once.
 
         Raises:
-            MoQError: It goes on from a checkpoint that was made without MoQ.
+            MoQError: The checkpoint's entry of MoQ is damaged, or of another version.
         """
-        resumed = resumed_state(state)
-        if resumed is None and state.global_step > 0:
-            raise MoQError(
-                f"float_first: the checkpoint at step {state.global_step} was made without MoQ; give its model as "
-                "start and teacher instead, or start a new run"
-            )
-        return offset_step_of(self.config, self._length(state, resumed))
-
-    def _length(self, state: TrainerState, resumed: Mapping[str, Any] | None) -> int:
-        """Optimizer steps of the run that the schedule counts; those that a resumed one was planned for."""
-        if resumed is None:
-            return state.max_steps - state.global_step
-        return planned_steps(self.config, resumed, _steps_of(state))
+        if self._run is None or self._run.state is not state:
+            self._run = Run(self.config, state)
+        return self._run
 
     @property
     def _name(self) -> str:
@@ -320,18 +317,18 @@ class MoQCallback(TrainerCallback, ExportableState):
                 config, or the processes disagree.
         """
         self._find_trainer(state)
-        resumed = resumed_state(state)
+        run = self.run_of(state)
         if not self.config.enabled:
-            if resumed is not None:
+            if run.saved is not None:
                 logger.warning(
                     "moq_hf: the checkpoint at step %d was made with MoQ, and the config says enabled: false: the run "
                     "goes on in float",
-                    state.global_step,
+                    run.first,
                 )
             return
         if self.trainer is None and self.config.distillation.teacher is not None:
             raise MoQError(
-                "distillation.teacher: a callback cannot change the loss; use MoQTrainer"
+                "distillation.teacher: a callback cannot change the loss; use MoQTrainer, or MoQMixin with your Trainer"
             )
         self.delivered = None
         call_first(self._host, self)
@@ -339,13 +336,11 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._host.remove_callback(_AfterAll)
         self._host.remove_callback(_AfterLoss)
         model = kwargs["model"]
-        if resumed is None and state.global_step >= state.max_steps:
+        if run.saved is None and run.is_over:
             raise MoQError(
-                "the run has no optimizer step: set num_train_epochs or max_steps to more than "
-                f"{state.global_step}"
+                f"the run has no optimizer step: set num_train_epochs or max_steps to more than {run.first}"
             )
-        length = self._length(state, resumed)
-        self.controller = controller = MoQController(model, self.config, length)
+        self.controller = controller = MoQController(model, self.config, run.length)
         self._check_host(controller, args)
         # So that the Trainer can load what it saves.
         checkpoints_as_modules(self._host, pretrained(controller.model))
@@ -353,35 +348,32 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._loss_scale = loss_scale(kwargs.get("optimizer"))
         self._prepare_measuring(controller, args, state)
         self._listen(controller, _is_compiled(model, controller, args))
-        before = callback_states(state).get(self._name, {}).get("attributes", {})
         if self.trainer is not None:
-            self.trainer.begin_phase(
-                resumed is not None and has_begun(resumed), before.get("teacher")
-            )
-        if resumed is not None:
-            self._go_on(controller, state, resumed, before)
-        elif state.global_step > 0:
+            self.trainer.begin_phase(run)
+        if run.saved is not None:
+            self._go_on(controller, run)
+        elif run.is_without_moq:
             logger.warning(
                 "moq_hf: the checkpoint at step %d was made without MoQ: its schedule starts now, with quantization "
                 "after step %d",
-                state.global_step,
-                state.global_step + controller.schedule.offset,
+                run.first,
+                run.first + controller.schedule.offset,
             )
             # What was evaluated in float is not a candidate for the best quantized
             # model.
             forget_best(state)
         controller.check_ranks()
-        self._announce(controller, args, state)
+        self._announce(controller, run)
         if self.config.gptq:
             check_possible(self._host, controller.layers.values())
-        if resumed is None and controller.has_begun:
+        if run.saved is None and controller.has_begun:
             self._start_from_gptq(controller, controller.blocks)
         # A checkpoint that was made without this callback has no entry, and the next
         # save would fail on that.
         callback_states(state)[self._name] = self.state()
         if not controller.has_arrived:
             forget_best(state)
-        if state.global_step >= state.max_steps:
+        if run.is_over:
             self._train_no_more(args, state)
 
     def _train_no_more(self, args: TrainingArguments, state: TrainerState) -> None:
@@ -425,24 +417,18 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller.sensitivity.set_run_length(
             state.max_steps, rows, args.bf16 or args.fp16
         )
-        own_loss = model_loss if self.trainer is None else self.trainer.mean_loss
+        own_loss = self.trainer.mean_loss if self.is_handed_batches else model_loss
         controller.sensitivity.measure.loss = self.loss or own_loss
 
-    def _go_on(
-        self,
-        controller: MoQController,
-        state: TrainerState,
-        resumed: Mapping[str, Any],
-        before: Mapping[str, Any],
-    ) -> None:
+    def _go_on(self, controller: MoQController, run: Run) -> None:
         """Bring a new schedule to where the checkpoint's was, and say what is other than before."""
-        changed = controller.load_state_dict(resumed)
-        step = state.global_step
-        saved_at = before.get("saved_at", step)
+        assert run.saved is not None
+        controller.load_state_dict(run.saved)
+        before = run.beside
         for note in messages.notes_on_resuming(
-            step,
-            saved_at,
-            changed,
+            run.first,
+            before.get("saved_at", run.first),
+            run.changed,
             before.get("teacher"),
             self._teacher,
             self.config.spell,
@@ -454,13 +440,12 @@ class MoQCallback(TrainerCallback, ExportableState):
                 "give it again, without restore_callback_states_from_checkpoint"
             )
 
-    def _announce(
-        self, controller: MoQController, args: TrainingArguments, state: TrainerState
-    ) -> None:
+    def _announce(self, controller: MoQController, run: Run) -> None:
+        state = run.state
         schedule = controller.schedule
         # Steps that the schedule never counted: those before it began, and skipped
         # ones.
-        steps = _steps_of(state) - (state.global_step - schedule.steps)
+        steps = run.last - (run.first - schedule.steps)
         check_room(schedule, steps)
         # What depends on the length, a resumed schedule has of the run that it began
         # in.
@@ -479,9 +464,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         sensitivity = controller.sensitivity
         if schedule.steps:
             measured = None if sensitivity is None else sensitivity.values
-            is_over = state.global_step >= state.max_steps
             tqdm.write(
-                f"moq_hf: the run {'was over' if is_over else 'goes on'} "
+                f"moq_hf: the run {'was over' if run.is_over else 'goes on'} "
                 f"{messages.standing(schedule, steps, measured)}"
             )
         else:
@@ -814,7 +798,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         # the data in the end.
         self._kept = None
         self._readers_checked = is_compiled
-        is_measured = controller.sensitivity is not None and self.trainer is None
+        is_measured = controller.sensitivity is not None and not self.is_handed_batches
         if is_measured or (self.config.prove and not is_compiled):
             self._hook = on_training_batch(controller.model, self._take)
 
@@ -826,9 +810,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Take what went through the model in training: keep the first batch, measure sensitivity on some."""
         if self._kept is None and self.config.prove and self.controller is not None:
             self._kept = kept_batch(inputs, self.controller.model)
-        # A MoQTrainer hands its batches to `observe`, with what the loss needs and the
-        # model does not see.
-        if self.trainer is None:
+        if not self.is_handed_batches:
             self.observe(inputs)
 
 
@@ -873,11 +855,6 @@ def write_result(
         if gathered is not None:
             options = replace(options, state_dict=gathered)
         return deliver(model, folder, options, answers)
-
-
-def _steps_of(state: TrainerState) -> int:
-    """Optimizer steps of a run, those of a checkpoint beyond its end included."""
-    return max(state.max_steps, state.global_step)
 
 
 def _shown(metrics: Mapping[str, Any]) -> dict[str, Any]:

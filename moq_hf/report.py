@@ -160,7 +160,7 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
     float_folder = directory / FOLDER
     return Run(
         directory,
-        MoQConfig.from_dict(saved["config"]),
+        saved["config"],
         state.global_step,
         log,
         saved["float_size_mb"],

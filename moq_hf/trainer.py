@@ -1,5 +1,6 @@
-"""`MoQTrainer`: a `Trainer` with MoQ wired in, and what only a Trainer subclass can do."""
+"""`MoQMixin`: MoQ wired into a Trainer class, with what only a subclass can do; `MoQTrainer` is it with `Trainer`."""
 
+import contextlib
 import inspect
 import logging
 import os
@@ -7,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +30,12 @@ from .packed.files import save_beside
 from .packed.state import STATE_NAME, record_metrics
 from .processes import is_apart
 from .seams.transformers import (
+    KNOWS_SCALE,
     average_loss,
+    callback_states,
     callbacks_of,
     checkpoint_folder,
+    metrics_apart,
     prepared_inputs,
     save_training_args,
 )
@@ -39,42 +43,56 @@ from .training.checkpoints import (
     STATE_FILE,
     best_step,
     check_whole,
+    entry_of_moq,
     last_checkpoint,
     last_metrics,
-    resumed_state,
 )
 from .training.distillation import (
+    TASK,
+    Pass,
     check_hidden,
     fingerprint,
     labels_at_logits,
     load_teacher,
     loss_parts,
+    passes_of,
     switch_off_dropout,
     weighted,
+    with_logits,
 )
 from .training.embeddings import queries_keys_values
 from .training.float_first import FloatPhase, after_float, share_of
-from .training.measuring import evaluating
+from .training.measuring import evaluating, repeatable
 from .training.messages import loss_in_words
+from .training.resume import saved_state
+from .training.run import Run
 
 logger = logging.getLogger(__name__)
 
 
-class MoQTrainer(Trainer):
-    """A `Trainer` that takes a MoQ config.
+# The base of a mixin: its `super()` is the Trainer that stands beside it.
+if TYPE_CHECKING:
+    from transformers import Trainer as _Beside
+else:
+    _Beside = object
+
+
+class MoQMixin(_Beside):
+    """Gives a Trainer class a MoQ config, a teacher and a float phase: `class MoQSFT(MoQMixin, SFTTrainer): ...`.
 
     Beyond what `MoQCallback` does for any Trainer:
 
     - A loss that ignores `num_items_in_batch` is not multiplied by accumulation steps and processes, as the stock
       Trainer of transformers 5 does with BERT's and other classifiers'. Measured on the first batch, not guessed.
-    - Eigenvalues are measured with `compute_loss`, whatever it is.
+    - Eigenvalues are measured with `compute_loss`, whatever it is; in TRL's Trainers with the model's own loss.
     - A teacher (`distillation` in the config) is part of the loss in training, and the parts of that loss are logged;
-      evaluation has the task's own loss.
+      evaluation has the task's own loss, which is the Trainer's, DPO's for instance. The teacher answers each forward
+      pass that `compute_loss` makes with gradients.
     - `save_model` and `push_to_hub` deliver the packed model too (see `save_quantized`), with the weights as evaluated;
       the checkpoints of a run keep the float ones.
 
     Args:
-        *args: What `Trainer` takes.
+        *args: What the Trainer takes.
         moq_config: A preset's name, the path of a JSON file, a mapping or a
             `MoQConfig`; without it, and without keywords of a `MoQConfig`, that with
             which the model was loaded; else the model stays as it is.
@@ -89,14 +107,14 @@ class MoQTrainer(Trainer):
             schedule and the optimizer's state begun anew. Neither phase has
             dropout, unless `distillation.dropout` is true. The config's
             `schedule_offset` is not read.
-        **kwargs: What `Trainer` takes, and keywords of `MoQConfig`, which go before
+        **kwargs: What the Trainer takes, and keywords of `MoQConfig`, which go before
             what `moq_config` says.
 
     Raises:
         MoQConfigError: The config is wrong, or there is a keyword that neither knows.
         MoQError: The config does not fit the model, `callbacks` holds a MoQCallback
-            too, or `float_first` goes with a teacher, without a config, with a custom
-            scheduler or with PEFT's adapters.
+            too, `float_first` goes with a teacher, without a config, with a custom
+            scheduler or with PEFT's adapters, or the mixin stands behind its Trainer.
 
     Attributes:
         moq: The `MoQCallback`, or None.
@@ -107,18 +125,21 @@ class MoQTrainer(Trainer):
         teacher_fingerprint: A checksum of the teacher in use; None without one.
         float_phase: With `float_first`, the `FloatPhase` of its runs; else None.
 
-    >>> import tempfile
-    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
-    >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
-    >>> data = [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4, 5, 6], "labels": 1}]
-    >>> config = {"bits": 4, "start_bits": 6, "period": 1}
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     args = TrainingArguments(folder, max_steps=3, use_cpu=True, report_to=[])
-    ...     trainer = MoQTrainer(model, args, train_dataset=data, moq_config=config)
-    >>> trainer.moq.controller.layers["bert.pooler.dense"]
-    QuantLinear(in_features=16, out_features=16, bias=True, bits=6)
+    >>> from transformers import Seq2SeqTrainer
+    >>> class MoQSeq2SeqTrainer(MoQMixin, Seq2SeqTrainer): ...
     """
+
+    # What a user has subclassed, for messages.
+    _wired_by = "MoQMixin"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(MoQMixin):
+            raise MoQError(
+                f"{cls.__name__}: MoQMixin stands behind the Trainer, which would never call it: write "
+                f"class {cls.__name__}(MoQMixin, {cls.__bases__[0].__name__})"
+            )
 
     def __init__(
         self,
@@ -133,6 +154,10 @@ class MoQTrainer(Trainer):
         float_first: bool | float | None = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(self, Trainer):
+            raise MoQError(
+                f"{type(self).__name__}: MoQMixin needs a Trainer beside it: class Mine(MoQMixin, SFTTrainer)"
+            )
         callbacks = list(kwargs.get("callbacks") or [])
         share = share_of(float_first)
         # Keywords that no Trainer takes go to the config, whose error says what a wrong one was meant for.
@@ -168,14 +193,15 @@ class MoQTrainer(Trainer):
         self._dropped: list[tuple[nn.Module, str, float]] = []
         # Sums over micro-batches since the last log, and how many there were.
         self._parts: dict[str, Any] = Counter()
+        self._teacher: PreTrainedModel | None = None
+        self.float_phase: FloatPhase | None = None
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
         loaded = None if self.moq is not None else config_of(self._student)
         if loaded is not None:
             self.moq = MoQCallback(loaded)
             self.add_callback(self.moq)
         # How this Trainer has it without a teacher.
-        self._scaled_for_ga = self.loss_is_scaled_for_ga
-        self.float_phase: FloatPhase | None = None
+        self._scaled_for_ga = getattr(self, "loss_is_scaled_for_ga", None)
         if share is not None and config is not None:
             self.float_phase = FloatPhase(self, share, self._student)
             check_hidden(self._student, config.distillation)
@@ -203,12 +229,12 @@ class MoQTrainer(Trainer):
             check_whole(resume_from_checkpoint)
         if self._live_moq() is None and self.moq is not None:
             raise MoQError(
-                "the MoQCallback of this MoQTrainer was removed: its model would train on at the bits that it has now, "
-                "and nothing would be delivered; leave the callback in, or train a float model in another Trainer"
+                f"the MoQCallback of this {self._wired_by} was removed: its model would train on at the bits it has "
+                "now, and nothing would be delivered; leave the callback in, or train a float model in another Trainer"
             )
         if self.moq is None:
             first = "call moq_hf.dequantize_model(model) first to train in float"
-            found = "this MoQTrainer quantizes nothing"
+            found = f"this {self._wired_by} quantizes nothing"
             if is_packed(self._student):
                 found = f"the quantized weights of a packed checkpoint do not train: {first}"
             elif is_quantized(self._student):
@@ -241,17 +267,20 @@ class MoQTrainer(Trainer):
             self._loss_checked = True
             self._check_loss_scale(model, inputs, num_items_in_batch)
         moq = self._live_moq()
-        if moq is not None:
+        if moq is not None and moq.is_handed_batches:
             moq.observe(prepared_inputs(self, inputs))
+        if self._teacher is not None and not KNOWS_SCALE:
+            num_items_in_batch = None
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not self._loss_called and (
             self._teacher is not None or self.float_phase is not None
         ):
             self._loss_called = self._teacher_ignored = True
             logger.warning(
-                "moq_hf: compute_loss of %s does not call that of MoQTrainer, which follows the teacher: it is not "
+                "moq_hf: compute_loss of %s does not call that of %s, which follows the teacher: it is not "
                 "followed; call super().compute_loss",
                 type(self).__name__,
+                self._wired_by,
             )
         return loss
 
@@ -304,9 +333,11 @@ class MoQTrainer(Trainer):
                 "float_first begins the learning rate's schedule anew: leave the scheduler to the Trainer, and out of "
                 "a DeepSpeed config"
             )
-        step = cast(MoQCallback, self._live_moq()).offset(self.state)
+        run = cast(MoQCallback, self._live_moq()).run_of(self.state)
+        run.check_float_first()
+        step = run.offset
         # A checkpoint may be beyond the end that the run has now.
-        num_training_steps = max(num_training_steps, self.state.global_step)
+        num_training_steps = max(num_training_steps, run.first)
         if not 0 < step < num_training_steps:
             raise MoQError(
                 f"float_first {self.float_phase.share:g} of {num_training_steps} optimizer steps is step {step}: it "
@@ -327,8 +358,8 @@ class MoQTrainer(Trainer):
         self._rates_restart = True
         return scheduler
 
-    def begin_phase(self, has_begun: bool, teacher_before: int | None) -> None:
-        """Begin or go on with a run: `has_begun` is whether a float phase is over. Called by the `MoQCallback`.
+    def begin_phase(self, run: Run) -> None:
+        """Begin or go on with a run. Called by the `MoQCallback`.
 
         Raises:
             MoQError: What the float phase has used cannot be begun anew; what it left
@@ -344,21 +375,20 @@ class MoQTrainer(Trainer):
         if not self._rates_restart:
             raise MoQError(
                 f"float_first begins the learning rate's schedule anew, but {type(self).__name__}.create_scheduler "
-                "does not call that of MoQTrainer: call super().create_scheduler, or leave it out"
+                f"does not call that of {self._wired_by}: call super().create_scheduler, or leave it out"
             )
-        if not has_begun:
+        if not run.has_begun:
             phase.begin()
             self._take(None)
-            moq = cast(MoQCallback, self.moq)
             self._tell(
-                f"float first: the model trains in float up to step {moq.offset(self.state):,}"
+                f"float first: the model trains in float up to step {run.offset:,}"
                 f"{self._switch_off_dropout()}; it is then kept in {phase.folder}, as start and teacher of the "
                 "quantized rest"
             )
             return
         phase.go_on()
         self._take(phase)
-        if teacher_before != self.teacher_fingerprint:
+        if run.beside.get("teacher") != self.teacher_fingerprint:
             raise MoQError(
                 f"cannot resume: the model in {phase.folder} is not the float model of this run: it was written "
                 "by another one. Put the right one there, or start a new run"
@@ -412,9 +442,10 @@ class MoQTrainer(Trainer):
         """The scalar mean loss over one batch by itself, by `compute_loss`; sensitivity is measured on it."""
         prepared = dict(inputs)
         count = self._count_of(prepared)
-        return cast(
-            Tensor, self.compute_loss(model, prepared, num_items_in_batch=count)
-        )
+        with metrics_apart(self):
+            return cast(
+                Tensor, self.compute_loss(model, prepared, num_items_in_batch=count)
+            )
 
     def _count_of(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """What a `compute_loss_func` must divide by for the mean over one batch; None where the model has the loss."""
@@ -435,7 +466,11 @@ class MoQTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """As `Trainer.compute_loss`; in training with a teacher, the distillation loss."""
+        """As `Trainer.compute_loss`; in training with a teacher, the distillation loss.
+
+        Raises:
+            MoQError: What is compared is not in the model's output, or the model is not called.
+        """
         self._loss_called = True
         phase = self.float_phase
         # At its first step a float phase finds out whether the model can be its own
@@ -449,40 +484,71 @@ class MoQTrainer(Trainer):
             )
         config = self.moq.config.distillation
         student = self._student
-        if config.hidden:
-            inputs = {**inputs, "output_hidden_states": True}
         count = num_items_in_batch if teacher is None else self._count_of(inputs)
-        with queries_keys_values(student, config.relations) as ours:
-            if teacher is not None and not config.labels:
+        compute = super().compute_loss
+        is_stock = getattr(compute, "__func__", None) is Trainer.compute_loss
+        found: Any = None
+        with passes_of(model, student, config) as passes:
+            if is_stock and teacher is not None and not config.labels:
                 # There may be none, nor a loss in the model's output.
-                loss, outputs = None, model(**inputs)
+                model(**inputs)
             else:
                 # The Trainer takes the labels out where it computes the loss itself.
-                loss, outputs = super().compute_loss(model, dict(inputs), True, count)
-        theirs, teacher_outputs = ours, outputs
-        if teacher is not None:
-            # As the student, around whose forward pass Accelerate has put it.
-            with (
-                torch.no_grad(),
-                self.accelerator.autocast(),
-                queries_keys_values(teacher, config.relations) as theirs,
-            ):
-                teacher_outputs = teacher(**inputs)
-        # With labels a forward pass finds out what it is, if the config did not say it.
-        problem = getattr((teacher or student).config, "problem_type", None)
-        inputs = {**inputs, "labels": labels_at_logits(student, inputs.get("labels"))}
-        with torch.set_grad_enabled(teacher is not None):
-            parts = loss_parts(
-                loss, outputs, teacher_outputs, inputs, config, problem, (ours, theirs)
+                found = compute(model, dict(inputs), return_outputs, count)
+        if not passes:
+            raise MoQError(
+                f"distillation: compute_loss of {type(self).__name__} does not call the model that it is given in "
+                "training, so there is nothing for the teacher to answer"
             )
+        # A trial may draw no random numbers, which the float phase would miss.
+        with contextlib.nullcontext() if teacher is not None else repeatable():
+            passes = with_logits(passes, model, student, config)
+        loss = found[0] if return_outputs and found else found
+        parts: dict[str, Any] = Counter()
+        if loss is not None and config.labels:
+            parts[TASK] = loss.float()
+        for each in passes:
+            for name, part in self._compared(each, inputs, is_stock).items():
+                parts[name] += part / len(passes)
         if teacher is not None:
             loss = sum(weighted(parts, config).values())
+            if self.compute_loss_func is not None and not KNOWS_SCALE:
+                loss = loss / self.current_gradient_accumulation_steps
             # Under DataParallel the task's own has a value for each device.
             values = torch.stack([part.detach().mean() for part in parts.values()])
             # Here and not for the log, which a Trainer may leave to one process.
             means = self.accelerator.reduce(values, reduction="mean")
             self._parts.update({**dict(zip(parts, means, strict=True)), "count": 1})
-        return (loss, outputs) if return_outputs else loss
+        if not return_outputs:
+            return loss
+        return loss, found[1] if found else passes[-1].output
+
+    def _compared(
+        self, student: Pass, batch: Mapping[str, Any], is_stock: bool
+    ) -> dict[str, Tensor]:
+        """The parts of the loss that compare a pass of the student with the teacher's; before there is one, a trial."""
+        config = cast(MoQCallback, self.moq).config.distillation
+        teacher = self._teacher
+        # A Trainer that computes the loss itself keeps the labels to itself.
+        kept = {name: batch[name] for name in ("labels",) if name in batch}
+        given = {**kept, **student.inputs}
+        theirs, relations = student.output, student.relations
+        if teacher is not None:
+            # As the student, around whose forward pass Accelerate has put it.
+            with (
+                torch.no_grad(),
+                self.accelerator.autocast(),
+                queries_keys_values(teacher, config.relations) as relations,
+            ):
+                theirs = teacher(**(given if is_stock else student.inputs))
+        # With labels a forward pass finds out what it is, if the config did not say it.
+        problem = getattr((teacher or self._student).config, "problem_type", None)
+        given["labels"] = labels_at_logits(self._student, given.get("labels"))
+        both = (student.relations, relations)
+        with torch.set_grad_enabled(teacher is not None):
+            return loss_parts(
+                None, student.output, theirs, given, config, problem, both
+            )
 
     def _check_loss_scale(
         self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
@@ -495,11 +561,15 @@ class MoQTrainer(Trainer):
         if (
             count is None
             or factor == 1
-            or self.loss_is_scaled_for_ga is not None
+            or self._scaled_for_ga is not None
             or self.compute_loss_func is not None
         ):
             return
-        with evaluating(model), self.compute_loss_context_manager():
+        with (
+            evaluating(model),
+            metrics_apart(self),
+            self.compute_loss_context_manager(),
+        ):
             prepared = prepared_inputs(self, inputs)
             once, twice = (
                 float(
@@ -518,7 +588,8 @@ class MoQTrainer(Trainer):
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        if self._live_moq() is None and resumed_state(self.state) is not None:
+        entry = entry_of_moq(callback_states(self.state))
+        if self._live_moq() is None and saved_state(entry) is not None:
             logger.warning(
                 "moq_hf: the checkpoint was made with MoQ; without moq_config the run goes on in float"
             )
@@ -611,3 +682,31 @@ class MoQTrainer(Trainer):
                 self.moq = callback
                 return callback
         return None
+
+
+class MoQTrainer(MoQMixin, Trainer):
+    """A `Trainer` that takes a MoQ config: `MoQMixin`, which says what it does and raises, with the stock `Trainer`.
+
+    Args:
+        *args: What `Trainer` takes.
+        moq_config: See `MoQMixin`, for `teacher`, `teacher_init_kwargs` and
+            `float_first` too.
+        **kwargs: What `Trainer` takes, and keywords of `MoQConfig`.
+
+    >>> import tempfile
+    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
+    >>> data = [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4, 5, 6], "labels": 1}]
+    >>> config = {
+    ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
+    ...     "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0},
+    ... }
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     args = TrainingArguments(folder, max_steps=3, use_cpu=True, report_to=[])
+    ...     trainer = MoQTrainer(model, args, train_dataset=data, moq_config=config)
+    >>> trainer.moq.controller.layers["bert.pooler.dense"]
+    QuantLinear(in_features=16, out_features=16, bias=True, bits=6)
+    """
+
+    _wired_by = "MoQTrainer"

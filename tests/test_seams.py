@@ -100,6 +100,7 @@ ELSEWHERE = {
     "test_processes.py": ["CHECKPOINTED"],
     "test_quant_conv.py": ["convolve"],
     "test_quant_linear.py": ["is_transformed"],
+    "test_trainer.py": ["FUSED_HEAD", "KNOWS_SCALE", "is_trl", "metrics_apart"],
     "test_shards.py": ["FSDP2", "is_offloaded"],
     "training/test_gptq.py": ["prepared_inputs"],
     "training/test_lora.py": ["ADAPTED", "ORIGINAL", "TRAINED_COPIES", "active_lora", "has_adapter", "lora_fault"],

@@ -13,7 +13,6 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerState
 
-from ..config import MoQConfig
 from ..errors import MoQError, explained, read_json
 from ..formats.table import Layout
 from ..names import plain_name
@@ -253,7 +252,7 @@ def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
     """Make the run's controller and bring it to where the checkpoint was."""
     controller = MoQController(
         shell,
-        MoQConfig.from_dict(state["config"]),
+        state["config"],
         state["schedule"]["total_steps"],
     )
     controller.load_state_dict(state)

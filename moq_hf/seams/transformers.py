@@ -251,6 +251,53 @@ def average_loss(trainer: transformers.Trainer) -> None:
     trainer.model_accepts_loss_kwargs = False
 
 
+KNOWS_SCALE: Final = hasattr(transformers.Trainer, "loss_is_scaled_for_ga")
+"""Whether the Trainer divides a loss by the accumulation steps where `loss_is_scaled_for_ga` is False: since 5.19.
+
+Relies on: Before, `Trainer.training_step` divides unless it has `num_items_in_batch` or `compute_loss_func`.
+Breaks: With a teacher and accumulation, gradients would be multiplied by the accumulation steps.
+"""
+
+
+@contextlib.contextmanager
+def metrics_apart(trainer: transformers.Trainer) -> Iterator[None]:
+    """Compute losses, or log, beside a run: the Trainer's own metrics are empty inside, and then as they were.
+
+    Relies on: `_metrics` and `_total_train_tokens` of TRL's Trainers, and
+    `accum_loss_components` of Sentence Transformers', which `compute_loss` adds to and
+    `log` empties.
+    Breaks: The metrics that TRL logs would count the batches that moq_hf measures on.
+    """
+    names = ("_metrics", "accum_loss_components", "_total_train_tokens")
+    kept = {name: vars(trainer)[name] for name in names if name in vars(trainer)}
+    for name, value in copy.deepcopy(kept).items():
+        if isinstance(value, dict):
+            for part in value.values():
+                part.clear()
+            setattr(trainer, name, value)
+    try:
+        yield
+    finally:
+        vars(trainer).update(kept)
+
+
+FUSED_HEAD: Final = "fused_lm_head"
+"""The argument by which TRL's Trainers ask a model for the loss of each token, without logits.
+
+Relies on: `trl.trainer.utils.add_fused_lm_head`, whose forward pass is the model's own where it is not given.
+Breaks: A teacher beside SFTTrainer or DPOTrainer would be an error: the model gives no logits to compare.
+"""
+
+
+def is_trl(trainer: transformers.Trainer) -> bool:
+    """Whether a Trainer is one of TRL's, whose loss cannot be differentiated twice: its head is fused.
+
+    Relies on: The name of the package.
+    Breaks: Measuring eigenvalues would end a run of TRL with an error of autograd.
+    """
+    return any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
+
+
 # What accelerate makes of optimizer and model.
 
 

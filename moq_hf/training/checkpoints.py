@@ -18,7 +18,7 @@ from transformers import TrainerState, TrainingArguments
 
 from ..errors import MoQError, read_json
 from ..names import without_fsdp, without_peft
-from ..seams.transformers import CALLBACKS_KEY, INCOMPLETE, callback_states
+from ..seams.transformers import CALLBACKS_KEY, INCOMPLETE
 from .resume import saved_state
 
 logger = logging.getLogger(__name__)
@@ -203,13 +203,6 @@ def complete_checkpoint(
             checkpoint,
             error,
         )
-
-
-def resumed_state(state: TrainerState) -> Mapping[str, Any] | None:
-    """The controller's state in the checkpoint that a run resumes; None at a start, or if it was made without MoQ."""
-    if state.global_step == 0:
-        return None
-    return saved_state(entry_of_moq(callback_states(state)))
 
 
 def state_of_best(state: TrainerState) -> Mapping[str, Any] | None:

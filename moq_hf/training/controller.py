@@ -349,7 +349,7 @@ class MoQController:
         """
         with explained("the checkpoint's MoQ state is damaged"):
             # Keys that the saved config lacks had their defaults.
-            changed = changes(MoQConfig.from_dict(state["config"]), self.config)
+            changed = changes(MoQConfig.load(state["config"]), self.config)
             # The best checkpoint is loaded after all steps.
             self.schedule = copy.deepcopy(self._begun)
             load_schedule(self.schedule, state, changed)

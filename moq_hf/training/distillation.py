@@ -14,12 +14,13 @@ Logits and hidden states as in TernaryBERT (Zhang et al., 2020, arXiv 2009.12812
 attention scores; those do not exist with fused attention.
 """
 
+import contextlib
 import copy
 import inspect
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from ..errors import MoQError, explained
 from ..model.convert import dequantize_model, is_quantized
 from ..model.inventory import is_packed
 from ..names import pretrained, without_fsdp, without_peft
+from ..seams.transformers import FUSED_HEAD
 from .embeddings import (
     embedding_loss,
     embeddings_in,
@@ -38,6 +40,7 @@ from .embeddings import (
     relation_loss,
     similarity_loss,
 )
+from .samples import by_name, names_of_inputs
 
 _STATES = {
     "hidden_states": "attention_mask",
@@ -85,16 +88,13 @@ def load_teacher(
     Raises:
         MoQError: There is no such model, or it does not fit the student.
     """
-    model = without_peft(model)
-    if not isinstance(model, PreTrainedModel):
-        raise MoQError(
-            f"distillation: needs a transformers model, got {type(model).__name__}"
-        )
+    student: Any = without_peft(model)
+    check_kind(student, "distillation")
     teacher: Any = source
     if isinstance(source, str):
-        cls: Any = without_fsdp(type(model))
+        cls: Any = without_fsdp(type(student))
         with explained(
-            f"distillation.teacher: cannot load {source} as {type(model).__name__}"
+            f"distillation.teacher: cannot load {source} as {type(student).__name__}"
         ):
             teacher, loading_info = cls.from_pretrained(
                 source, output_loading_info=True, **(init_kwargs or {})
@@ -103,7 +103,7 @@ def load_teacher(
         if missing:
             raise MoQError(
                 f"distillation.teacher: {source} holds no weights for {', '.join(sorted(missing))}: "
-                f"fine-tune it on the task first, as {type(model).__name__}"
+                f"fine-tune it on the task first, as {type(student).__name__}"
             )
         if is_packed(teacher):
             teacher = dequantize_model(teacher)
@@ -111,8 +111,8 @@ def load_teacher(
         raise MoQError(
             f"distillation: the teacher must be a transformers model, got {type(source).__name__}"
         )
-    _check_teacher(model, teacher, config, _COMMON)
-    ours = model.config.id2label
+    _check_teacher(student, teacher, config, _COMMON)
+    ours = student.config.id2label
     theirs = teacher.config.id2label
     labels = [*(ours or {}).values(), *(theirs or {}).values()]
     # Names that transformers makes up say nothing about the task.
@@ -125,6 +125,22 @@ def load_teacher(
     teacher.config.use_cache = False
     teacher.requires_grad_(False).train(False)
     return cast(PreTrainedModel, teacher.to(device))
+
+
+def check_kind(model: nn.Module, key: str) -> None:
+    """Check that a model is one of transformers, which can follow a teacher; errors begin with `key`.
+
+    Raises:
+        MoQError: It is not.
+    """
+    if isinstance(model, PreTrainedModel):
+        return
+    way = ""
+    if hasattr(model, "encode"):
+        way = "; its Trainer follows a teacher by loss=MoQDistillation(model, teacher)"
+    raise MoQError(
+        f"{key}: needs a transformers model, got {type(model).__name__}{way}"
+    )
 
 
 def _check_teacher(
@@ -279,6 +295,73 @@ def _is_dropout(module: nn.Module, name: str) -> bool:
     if name == "p":
         return "Dropout" in type(module).__name__
     return "drop" in name and name not in getattr(module, "config_keys", ())
+
+
+class Pass(NamedTuple):
+    """A forward pass.
+
+    Attributes:
+        inputs: By name.
+        output: What the model gave.
+        relations: Its queries, keys and values, where they are compared.
+        is_fused: Whether that is the loss of labels without logits, as TRL asks for it.
+    """
+
+    inputs: dict[str, Any]
+    output: Any
+    relations: list[Tensor]
+    is_fused: bool
+
+
+@contextlib.contextmanager
+def passes_of(
+    model: nn.Module, student: nn.Module, config: DistillationConfig
+) -> Iterator[list[Pass]]:
+    """Collect the forward passes with gradients, whoever makes them; they give hidden states where these are compared.
+
+    Args:
+        model: What is called: the model in training, wrapped or not.
+        student: The model in it.
+        config: What is compared.
+    """
+    found: list[Pass] = []
+    asked = {"output_hidden_states": True} if config.hidden else {}
+
+    def ask(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return (args, {**kwargs, **asked}) if torch.is_grad_enabled() else None
+
+    def take(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if torch.is_grad_enabled():
+            inputs = by_name(names_of_inputs(student), args, kwargs)
+            lacks_logits = isinstance(output, Mapping) and not logits_in(output)
+            is_fused = FUSED_HEAD in kwargs or ("labels" in kwargs and lacks_logits)
+            found.append(Pass(inputs, output, [*relations], is_fused))
+        relations.clear()
+
+    with (
+        queries_keys_values(student, config.relations) as relations,
+        model.register_forward_pre_hook(ask, with_kwargs=True),
+        model.register_forward_hook(take, with_kwargs=True),
+    ):
+        yield found
+
+
+def with_logits(
+    passes: list[Pass],
+    model: nn.Module,
+    student: nn.Module,
+    config: DistillationConfig,
+) -> list[Pass]:
+    """Make forward passes again without their labels if TRL's head left out the logits; see `passes_of`."""
+    if not any(each.is_fused for each in passes):
+        return passes
+    with passes_of(model, student, config) as again:
+        for each in passes:
+            model(**{k: v for k, v in each.inputs.items() if k != "labels"})
+    return [
+        full._replace(inputs=each.inputs)
+        for each, full in zip(passes, again, strict=True)
+    ]
 
 
 def fingerprint(teacher: nn.Module) -> int:

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, Trainer
 
 from ..config import MoQConfig
 from ..errors import MoQError, explained, one_line, read_json
-from ..seams.transformers import callbacks_of, checkpoint_folder
+from ..seams.transformers import callbacks_of, checkpoint_folder, metrics_apart
 from ..text import metrics_in
-from .distillation import load_teacher
+from .distillation import check_kind, load_teacher
 
 logger = logging.getLogger(__name__)
 
@@ -117,10 +117,7 @@ class FloatPhase:
                 "float_first: a model with PEFT's adapters cannot be its own teacher in one run; train it in float "
                 "first, and give MoQTrainer(teacher=) a copy"
             )
-        if not isinstance(model, PreTrainedModel):
-            raise MoQError(
-                f"float_first: needs a transformers model, got {type(model).__name__}"
-            )
+        check_kind(model, "float_first")
         _check_class(model)
         self.trainer = trainer
         self.share = share
@@ -194,7 +191,9 @@ class FloatPhase:
                 for name, value in self.metrics.items()
                 if isinstance(value, (int, float)) and name != "step"
             }
-            self.trainer.log(figures)
+            # The Trainer's own means belong to the loss that is logged next.
+            with metrics_apart(self.trainer):
+                self.trainer.log(figures)
 
     @property
     def folder(self) -> Path:
@@ -242,4 +241,6 @@ def _evaluated(trainer: Trainer) -> dict[str, float]:
     finally:
         callbacks[:] = held
         trainer.state.log_history = history
+        # By the mode TRL knows whether a log is of training.
+        cast(Any, trainer.model).train()
     return {f"eval_{name}": value for name, value in metrics_in(metrics).items()}

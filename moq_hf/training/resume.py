@@ -189,7 +189,7 @@ def checked_state(
     where: str = "the checkpoint's MoQ state is damaged",
     key: str = "",
 ) -> dict[str, Any]:
-    """A state of `MoQController.state_dict` that was read from a file, once its types and ranges were checked.
+    """A state of `MoQController.state_dict` that was read from a file, once checked; `config` is a `MoQConfig` then.
 
     Raises:
         MoQError: A value is wrong, or another version of moq_hf wrote the state; the
@@ -204,10 +204,10 @@ def checked_state(
     checked = read_as(SavedState, state, where, key)
     where = f"{where}: {key}{'.' if key else ''}"
     try:
-        MoQConfig.from_dict(state["config"])
+        config = MoQConfig.from_dict(state["config"])
     except MoQConfigError as error:
         raise MoQError(f"{where}config: {error}") from error
-    return {**state, **checked}
+    return {**state, **checked, "config": config}
 
 
 def what_counts(config: MoQConfig) -> dict[str, Any]:
@@ -241,21 +241,6 @@ def changes(saved: MoQConfig, now: MoQConfig) -> dict[str, tuple[Any, Any]]:
         for key in before
         if key in after and before[key] != after[key]
     }
-
-
-def planned_steps(config: MoQConfig, state: Mapping[str, Any], total_steps: int) -> int:
-    """The run length for a schedule that continues a saved one: the length it was planned for, if the plan stays.
-
-    Args:
-        config: The current one.
-        state: As from `MoQController.state_dict`, checked.
-        total_steps: Optimizer steps of the run that goes on.
-    """
-    changed = changes(MoQConfig.from_dict(state["config"]), config)
-    if not config.depends_on_length or _is_replayed(state, changed):
-        return total_steps
-    planned: int = state["schedule"]["total_steps"]
-    return planned
 
 
 def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
@@ -315,7 +300,7 @@ def load_schedule(
         for key, pair in changed.items()
         if has_begun(state) and key not in free
     ]
-    if not faults and _is_replayed(state, changed):
+    if not faults and is_replayed(state, changed):
         if schedule.targets is None and saved.get("targets"):
             schedule.choose(saved["targets"])
         history = [Switch(*switch) for switch in state["history"]]
@@ -337,7 +322,7 @@ def has_begun(state: Mapping[str, Any]) -> bool:
     return any(block[0] != FLOAT_BITS for block in state["schedule"]["blocks"].values())
 
 
-def _is_replayed(
+def is_replayed(
     state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]
 ) -> bool:
     """Whether the config changed so that the current schedule must take the passed steps again."""

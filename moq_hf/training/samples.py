@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import MoQError
+from ..seams.transformers import FUSED_HEAD
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +118,7 @@ class _Hook:
         take: Callable[[], Callable[[Mapping[str, Any]], None] | None],
     ) -> None:
         self._take = take
-        parameters = inspect.signature(model.forward).parameters.values()
-        self._names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self._names = names_of_inputs(model)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
@@ -131,13 +131,27 @@ class _Hook:
         take = self._take()
         if take is None or not module.training or not torch.is_grad_enabled():
             return
-        inputs = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        # The loss is to be the mean over these examples, not over the step's batch.
-        inputs.pop("num_items_in_batch", None)
-        take(inputs)
+        take(by_name(self._names, args, kwargs))
 
     def __reduce__(self) -> Any:
         return functools.partial, (_do_nothing,)
+
+
+def names_of_inputs(model: nn.Module) -> list[str]:
+    """The names of what a forward pass takes by position."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def by_name(
+    names: Iterable[str], args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> Batch:
+    """A batch as a forward pass got it; the model's own loss of it is the mean over these examples."""
+    inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+    # The number of labels in the step's batch, and TRL's way to another output.
+    for name in ("num_items_in_batch", FUSED_HEAD):
+        inputs.pop(name, None)
+    return inputs
 
 
 def _do_nothing(*args: Any) -> None:

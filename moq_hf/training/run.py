@@ -1,0 +1,91 @@
+"""A run as a call of `Trainer.train` begins it: what it resumes, how long it is, and where its offset is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import TrainerState
+
+from ..config import MoQConfig
+from ..errors import MoQError
+from ..schedule import offset_step_of
+from ..seams.transformers import callback_states
+from .checkpoints import entry_of_moq
+from .resume import changes, has_begun, is_replayed, saved_state
+
+
+class Run:
+    """What does not change while a run goes on, read once.
+
+    Args:
+        config: The config to follow.
+        state: The Trainer's, once it knows how many steps there are; of a resumed run as
+            the checkpoint has it.
+
+    Raises:
+        MoQError: The checkpoint's entry of MoQ is damaged, or of another version.
+
+    Attributes:
+        saved: The controller's state in the checkpoint that is resumed; None at a start,
+            or if the checkpoint was made without MoQ.
+        beside: What the callback saved beside it: `saved_at`, `teacher`, ...; empty
+            without a checkpoint of MoQ.
+        changed: Dotted keys that can change a result and differ from the saved config,
+            each with the saved value and the current one.
+        first: Optimizer steps before the run, 0 at a start.
+        last: Optimizer steps at its end; those of a checkpoint beyond it count too.
+        length: Optimizer steps that the schedule counts; those that a resumed run was
+            planned for.
+    """
+
+    def __init__(self, config: MoQConfig, state: TrainerState) -> None:
+        self.config = config
+        self.state = state
+        self.first = state.global_step
+        self.last = max(state.max_steps, state.global_step)
+        entry = entry_of_moq(callback_states(state)) if self.first else None
+        self.saved = saved_state(entry)
+        self.beside: Mapping[str, Any] = entry["attributes"] if entry else {}
+        self.changed: Mapping[str, tuple[Any, Any]] = {}
+        self.length = state.max_steps - self.first
+        if self.saved is not None:
+            self.changed = changes(self.saved["config"], config)
+            is_new = is_replayed(self.saved, self.changed)
+            planned = config.depends_on_length and not is_new
+            total = self.saved["schedule"]["total_steps"] if planned else None
+            self.length = total or self.last
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step was taken before the run was resumed."""
+        return self.first >= self.state.max_steps
+
+    @property
+    def is_without_moq(self) -> bool:
+        """Whether it resumes a checkpoint that was made without MoQ."""
+        return self.first > 0 and self.saved is None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the checkpoint was at its offset or later."""
+        return self.saved is not None and has_begun(self.saved)
+
+    @property
+    def offset(self) -> int:
+        """Optimizer steps before anything is quantized.
+
+        Raises:
+            MoQError: It is a share of a run whose length is not known.
+        """
+        return offset_step_of(self.config, self.length)
+
+    def check_float_first(self) -> None:
+        """Check that a float phase may begin, or was begun by the checkpoint.
+
+        Raises:
+            MoQError: It goes on from a checkpoint that was made without MoQ.
+        """
+        if self.is_without_moq:
+            raise MoQError(
+                f"float_first: the checkpoint at step {self.first} was made without MoQ; give its model as start and "
+                "teacher instead, or start a new run"
+            )
