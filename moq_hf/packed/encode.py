@@ -30,12 +30,11 @@ from ..formats.stored import (
 )
 from ..formats.table import (
     FORMS,
-    FP4_NEEDS,
-    NEEDS,
     TAKEN_APART,
     Layout,
     form_of,
     has_codes,
+    needs_of,
 )
 from ..grid import Format
 from ..model.convert import beyond
@@ -160,7 +159,7 @@ class Encoder:
         # Layers that are unpacked while loading all have codes as wide as the widest
         # one's. So have packed experts in any layout.
         same_width = list(self._matrices) if shared is None else packed
-        width = max([2, *(layers[name].moq.bits for name in same_width)])
+        width = max([2, *(self._specs[name].width for name in same_width)])
         for name in same_width:
             self._specs[name] = replace(self._specs[name], width=width)
         coded = [self._specs[n] for n, form in self.forms.items() if has_codes(form)]
@@ -202,9 +201,10 @@ class Encoder:
     @property
     def needs(self) -> dict[str, str]:
         """The least versions of the libraries that load the folder."""
-        if self.needs_bfloat16:
-            return FP4_NEEDS
-        return NEEDS[self.layout if self.groups else "floats"]
+        packed = [self._specs[n] for n, form in self.forms.items() if form == "packed"]
+        layout = self.layout if any(map(has_codes, self.forms.values())) else "floats"
+        widths = {spec.width for spec in packed}
+        return needs_of(layout, widths, any(spec.format != "int" for spec in packed))
 
     @property
     def misleads_older(self) -> bool:
