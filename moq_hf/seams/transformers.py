@@ -253,7 +253,8 @@ def undivided_steps(trainer: transformers.Trainer, count: Tensor | int | None) -
     ) or trainer.compute_loss_func is not None
     if hasattr(transformers.Trainer, "loss_is_scaled_for_ga") or not takes_for_divided:
         return 1
-    return trainer.current_gradient_accumulation_steps
+    # Set once an epoch has begun.
+    return int(getattr(trainer, "current_gradient_accumulation_steps", 1))
 
 
 # What accelerate makes of optimizer and model.
