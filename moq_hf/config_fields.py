@@ -403,6 +403,13 @@ class ConfigFields:
             "what codes of 4 bits are; `mxfp4` has groups of 32, `nvfp4` of 16, and neither another target"
         ),
     ] = "int"
+    pack_bits: Annotated[
+        Literal[4, 8] | None,
+        key(
+            "the fewest bits that a packed code takes in the files: codes of 3 bits lie in containers of 4, exact and "
+            "readable by compressed-tensors 0.17; null: their own"
+        ),
+    ] = None
     period: Annotated[
         Positive | Literal["auto"],
         key(
@@ -742,6 +749,11 @@ class ConfigFields:
 
     def _bits_conflicts(self, spell: Speller) -> Iterator[str]:
         own = FP4.get(self.format)
+        if own is not None and self.pack_bits is not None:
+            yield (
+                f"{spell('pack_bits')}: codes of {self.format} have containers of their own; leave it out"
+            )
+            return
         given = self.targets, self.group_size, self.symmetric
         if own is not None and given != ((FP4_BITS,), own.group_size, True):
             yield (

@@ -99,9 +99,10 @@ def quantize_model(
     except Exception:
         dequantize_model(model, weights="float")
         raise
-    note = ModelSizes(inventory, {**layers, **embeddings}).at_full_size(config)
-    if note is not None:
-        logger.warning("moq_hf: %s", note)
+    sizes = ModelSizes(inventory, {**layers, **embeddings})
+    for note in (sizes.at_full_size(config), sizes.lacks(config)):
+        if note is not None:
+            logger.warning("moq_hf: %s", note)
     return model
 
 

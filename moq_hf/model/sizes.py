@@ -4,8 +4,8 @@ import contextlib
 import copy
 import functools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -14,10 +14,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import MoQConfig
-from ..errors import MoQError, explained
+from ..errors import MoQError, either, explained
 from ..formats import mxfp4, pack_quantized
 from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
-from ..formats.table import FORMS, TAKEN_APART, at_full_size, form_of
+from ..formats.table import (
+    FORMS,
+    LAYOUTS,
+    TAKEN_APART,
+    Layout,
+    at_full_size,
+    form_of,
+    has_gaps,
+    lacking,
+    needs_of,
+)
 from ..names import plain_name, pretrained, without_fsdp, without_peft
 from ..processes import shape_of
 from ..quant_experts import experts_parameters
@@ -51,7 +61,7 @@ class _Weight(NamedTuple):
 
     def misfit(self, bits: int) -> str | None:
         """Why it is saved as floats at a number of bits; None if it is not."""
-        spec = replace(EncodeSpec.of(self.layer, self.is_table), bits=bits)
+        spec = EncodeSpec.of(self.layer, self.is_table).at(bits)
         if _form(spec).FORMAT is not None:
             return None
         return pack_quantized.misfit(spec)
@@ -62,7 +72,7 @@ class _Weight(NamedTuple):
         form = _form(spec)
         if form.FORMAT is None:
             return self.numbers * self.full
-        own: int = getattr(form, "WIDTH", spec.bits)
+        own: int = getattr(form, "WIDTH", spec.width)
         bits = width or own
         of_scale = 8 * spec.scale_dtype.itemsize if spec.format == "int" else 8
         if not spec.grid.symmetric:
@@ -212,6 +222,58 @@ class ModelSizes:
         is_large = sum(map(len, reasons.values())) == len(self._weights)
         return text + "; the file will be as large as in float" * is_large
 
+    def lacks(self, config: MoQConfig) -> str | None:
+        """What is too old here to load the model as it will be delivered, and the ways out; None if nothing is."""
+        specs: dict[str, list[EncodeSpec]] = {"packed": [], "int8": [], "mxfp4": []}
+        of_experts: list[int] = []
+        for weight in self._weights:
+            name = weight.layer.moq.name
+            spec = EncodeSpec.of(weight.layer, weight.is_table)
+            is_table = isinstance(weight.layer, QuantEmbedding)
+            targets = (spec.bits,) if is_table else config.of(name).targets
+            for bits in targets:
+                at = spec.at(bits)
+                form = "mxfp4" if mxfp4.fits(at) else form_of(at, "packed")
+                specs.setdefault(form, []).append(at)
+            if is_experts(spec.kind) and len(targets) == 1:
+                of_experts.append(spec.at(targets[0]).width)
+        packed = specs["packed"]
+        if not packed and not specs["int8"] and not specs["mxfp4"]:
+            return None
+        # All experts are as wide as the widest.
+        widths = {
+            max([at.width, *(of_experts if is_experts(at.kind) else ())])
+            for at in packed
+        }
+        layout: Layout = "packed"
+        if lacking(LAYOUTS["unpacked"].needs) and self.is_unpacked:
+            layout = "unpacked"
+        if specs["mxfp4"]:
+            layout = "mxfp4"
+        is_fp4 = any(at.format != "int" for at in packed)
+        missing = lacking(needs_of(layout, widths, is_fp4))
+        if not missing:
+            return None
+        ways = ["install that"]
+        if layout != "packed":
+            what = f"{type(pretrained(self._inventory.model)).__name__} is delivered {LAYOUTS[layout].delivered}"
+            if self._inventory.adapters and not self._inventory.merged:
+                ways.append('set "lora": "merged"')
+        elif is_fp4:
+            what = "codes that are floats are delivered packed"
+            ways.append('set quantize_format to "int"')
+        else:
+            gaps = sorted(filter(has_gaps, widths))
+            what = f"codes of {either(gaps)} bits are delivered packed"
+            container = 4 if gaps == [3] else 8
+            ways.append("take 2, 4 or 8 bits")
+            codes = sum(math.prod(at.matrix_shape) for at in packed if at.width in gaps)
+            ways.append(
+                f"set pack_bits to {container}, which keeps the codes as they are, in {container} bits each: "
+                f"{codes * container / 8e6:.3g} MB for those of {either(gaps)} bits"
+            )
+        return f"{what}, which needs {missing}: {', or '.join(ways)}"
+
     @functools.cached_property
     def is_unpacked(self) -> bool:
         """See `is_unpacked`."""
@@ -232,8 +294,9 @@ class ModelSizes:
 
 def _widest(weights: Iterable[_Weight]) -> int:
     """The most bits of a code; 0 where there are none."""
-    bits = [weight.layer.moq.bits for weight in weights]
-    return max((b for b in bits if b <= MAX_PACKED_BITS), default=0)
+    specs = [EncodeSpec.of(weight.layer, weight.is_table) for weight in weights]
+    widths = [spec.width for spec in specs if spec.bits <= MAX_PACKED_BITS]
+    return max(widths, default=0)
 
 
 class FileSize:
@@ -334,7 +397,7 @@ class FileSize:
         """Return the tensors that stand for a layer's weight, on the meta device."""
         layer = self._layers[name]
         spec = EncodeSpec.of(layer, name in self._tables, None)
-        spec = replace(spec, bits=bits, width=bits)
+        spec = spec.at(bits)
         form = FORMS[form_of(spec, "packed")]
         weight = _on_meta(shape_of(layer.float_weight), spec.dtype)
         encoded = EncodedWeight({"weight": weight})
