@@ -1,4 +1,4 @@
-"""Write `configs/moq.schema.json` and the table of keys in `docs/reference/config.md`, from the fields of the config.
+"""Write the schema of config files and the table of keys in `docs/reference/config.md`, from the fields of the config.
 
 Run at the root of the repository: `python scripts/config_reference.py`.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from moq_hf.config_reading import by_section, key_schemas, keyword_paths, legal, schema_of_fields
 from moq_hf.text import markdown_table
 
-SCHEMA = Path("configs/moq.schema.json")
+SCHEMA = Path("moq_hf/presets/moq.schema.json")
 PAGE = Path("docs/reference/config.md")
 
 
@@ -44,7 +44,7 @@ def with_keywords(properties: Iterable[str]) -> dict[str, Any]:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a file; `configs/moq.schema.json` holds it for editors.
+    """The JSON Schema (draft 2020-12) of a file; `moq_hf/presets/moq.schema.json` holds it for editors.
 
     >>> json_schema()["$defs"]["block"]["properties"]["quantize_group_size"]["default"] is None
     True

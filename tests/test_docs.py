@@ -60,6 +60,7 @@ EMBEDDINGS = (
     "--output_dir runs/embeddings"
 )
 GGUF = "moq-hf export runs/chat/quantized --to gguf runs/chat.gguf --converter convert_hf_to_gguf.py"
+WHEEL = "test_the_wheel_works_in_an_empty_environment in test_wheel.py"
 # Where the commands are run that need a test of their own.
 RUN_BY = {
     "make demo": "test_make_demo",
@@ -81,6 +82,8 @@ RUN_BY = {
     MIGRATE: "test_migrate_command",
     FILES: "test_every_engine_and_its_answers in scripts/test_deployed_files.py",
     "pip install '.[glue]'": "test_the_extras",
+    f"pip install 'dist/moq_hf-{moq_hf.__version__}-py3-none-any.whl[glue]'": WHEEL,
+    "python -m build": WHEEL,
     "pip install '.[docs]'": "test_the_extras",
     "pip install '.[embeddings]'": "test_the_extras",
     EMBEDDINGS: "test_a_whole_run in scripts/test_quantize_embeddings.py",
@@ -162,7 +165,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_blocks_have_a_known_language() -> None:
-    known = ("bash", "sh", "python", "json", "js", "text")
+    known = ("bash", "sh", "python", "json", "js", "text", "yaml")
     assert [str(block) for block in BLOCKS if block.language not in known] == []
 
 
