@@ -30,7 +30,7 @@ import transformers as hf
 from model_zoo import Stranger
 
 import moq_hf
-from moq_hf import MoQCallback, quantize_model, verify_quantized
+from moq_hf import MoQCallback, dequantize_model, quantize_model, verify_quantized
 
 PROMPT = [7, 8, 9, 10]
 NEW_TOKENS = 24
@@ -85,6 +85,13 @@ def llama() -> Any:
         pad_token_id=0,
     )
     return hf.LlamaForCausalLM(config)
+
+
+def pretrained() -> Any:
+    """The language model of a folder that has a tokenizer too, as some programs read both again."""
+    llama().save_pretrained("float")
+    words().save_pretrained("float")
+    return hf.AutoModelForCausalLM.from_pretrained("float")
 
 
 def counting() -> list[dict[str, Any]]:
@@ -202,7 +209,7 @@ def trl(stranger: Stranger) -> str:
     for cls, settings, data in ways:
         args = arguments(settings, max_length=64, bf16=False)
         callbacks = [MoQCallback("lm-w4")]
-        trainer = cls(llama(), args=args, train_dataset=data, processing_class=words(), callbacks=callbacks)
+        trainer = cls(pretrained(), args=args, train_dataset=data, processing_class=words(), callbacks=callbacks)
         loads(trainer.model, trained(trainer), stranger)
     return "TRL's `SFTTrainer` and `DPOTrainer` train, and what they deliver loads"
 
@@ -250,11 +257,10 @@ def llmcompressor(stranger: Stranger) -> str:
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    llama().save_pretrained("float")
-    words().save_pretrained("float")
+    pretrained()
     recipe = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
     oneshot(model="float", recipe=recipe, output_dir="rounded")
-    model = hf.AutoModelForCausalLM.from_pretrained("rounded")
+    model = dequantize_model(hf.AutoModelForCausalLM.from_pretrained("rounded"))
     callback = MoQCallback("lm-w4", group_size=128)
     trainer = hf.Trainer(model, arguments(), train_dataset=counting(), callbacks=[callback])
     loads(model, trained(trainer), stranger)
@@ -265,8 +271,7 @@ def axolotl(stranger: Stranger) -> str:
     """`axolotl train`, with the plugin named in its YAML."""
     from axolotl.cli.train import do_cli
 
-    llama().save_pretrained("float")
-    words().save_pretrained("float")
+    pretrained()
     sentences().to_json("texts.jsonl")
     Path("run.yml").write_text(AXOLOTL, encoding="utf-8")
     do_cli("run.yml")

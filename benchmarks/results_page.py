@@ -30,6 +30,7 @@ PAGES = (
     *sorted((ROOT / "docs" / "results").glob("*.md")),
     ROOT / "docs" / "guide" / "embeddings.md",
     ROOT / "docs" / "reference" / "formats.md",
+    ROOT / "docs" / "reference" / "support.md",
 )
 
 
@@ -670,6 +671,22 @@ def versions() -> list[list[Any]]:
     return found
 
 
+def neighbors() -> list[list[Any]]:
+    """The wheel beside other libraries, and what the two did together."""
+    found: list[list[Any]] = [["beside", "transformers", "compressed-tensors", "trained, delivered, loaded", "and"]]
+    for row in document("neighbors")["neighbors"]:
+        basics = row["uses"]["basics"]
+        bad = [name for name, said in basics.items() if said.startswith("error")]
+        all_but = f"all but {', '.join(bad)}" if bad else "all"
+        more = [said for name, said in row["uses"].items() if name != "basics"]
+        if row["needs_cuda"]:
+            more = ["pip installs both; it needs CUDA and was not run, its versions were"]
+        versions = row["versions"]
+        numbers = [versions["transformers"], versions["compressed-tensors"]]
+        found.append([row["beside"], *numbers, all_but, "; ".join(more)])
+    return found
+
+
 TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "first page": first_page,
     "equal steps": equal_steps,
@@ -691,6 +708,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "embedding models": embedding_models,
     "reliability": reliability,
     "versions": versions,
+    "neighbors": neighbors,
 }
 
 

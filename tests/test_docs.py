@@ -84,6 +84,7 @@ RUN_BY = {
     "pip install '.[glue]'": "test_the_extras",
     f"pip install 'dist/moq_hf-{moq_hf.__version__}-py3-none-any.whl[glue]'": WHEEL,
     "python -m build": WHEEL,
+    "python benchmarks/versions.py neighbors": "test_the_tables_are_those_of_the_committed_results in test_evidence.py",
     "pip install '.[docs]'": "test_the_extras",
     "pip install '.[embeddings]'": "test_the_extras",
     EMBEDDINGS: "test_a_whole_run in scripts/test_quantize_embeddings.py",
