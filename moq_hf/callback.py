@@ -400,6 +400,9 @@ class MoQCallback(TrainerCallback, ExportableState):
         Raises:
             MoQError: It is one of these.
         """
+        lacks = controller.sizes.lacks(self.config)
+        if lacks is not None:
+            raise MoQError(lacks)
         if args.should_save and self._folder.is_file():
             raise MoQError(
                 f"{self._folder} is a file, and the quantized model goes into a folder of that name: move it away, or "

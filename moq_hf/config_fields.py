@@ -401,6 +401,13 @@ class ConfigFields:
             "quantize_format",
         ),
     ] = "int"
+    pack_bits: Annotated[
+        Literal[4, 8] | None,
+        key(
+            "the fewest bits that a packed code takes in the files: codes of 3 bits lie in containers of 4, exact and "
+            "readable by compressed-tensors 0.17; null: their own"
+        ),
+    ] = None
     start_bits: Annotated[
         StartBits,
         key(
@@ -495,7 +502,8 @@ class ConfigFields:
         key(
             "bits of embedding tables, one scale per row unless they have fewer than 8 and `quantize_group_size`, and "
             "of output heads that share one; null leaves them alone; "
-            "`auto`: 8 where the model is an encoder and `serve` names neither vllm nor sglang",
+            "`auto`: 8 where the model is an encoder and `serve` names neither vllm nor sglang, and the bits of the "
+            "layers where 8 would widen all codes of its file",
             "quantize_embeddings",
         ),
     ] = None
@@ -755,6 +763,8 @@ class ConfigFields:
 
     def _format_fault(self) -> str | None:
         own = FP4.get(self.format)
+        if own is not None and self.pack_bits is not None:
+            return f"pack_bits: codes of {self.format} have containers of their own; leave it out"
         given = self.targets, self.group_size, self.symmetric
         if own is None or given == ((FP4_BITS,), own.group_size, True):
             return None

@@ -11,6 +11,7 @@ from .config import MoQConfig
 from .packed.files import CONFIG
 from .packed.pack import empty_model, read_config
 from .processes import shape_of
+from .seams.sentence_transformers import around, is_kept_at
 from .text import table
 from .training.controller import MoQController
 
@@ -28,9 +29,11 @@ def plan_of_model(model: str, config: MoQConfig, total_steps: int) -> str:
     """
     described = read_config(model)
     lines = _name_class(described)
-    shell = empty_model(described, model)
+    shell: nn.Module = empty_model(described, model)
     if isinstance(described.dtype, torch.dtype):
-        cast(nn.Module, shell).to(described.dtype)
+        shell.to(described.dtype)
+    if is_kept_at(model):
+        shell = around(shell)
     controller = MoQController(shell, config, total_steps)
     lines.append(controller.summary())
     targets = controller.schedule.targets

@@ -10,7 +10,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from .config import MoQConfig
-from .errors import MoQError, explained
+from .errors import MoQError, explained, shortened
 from .inputs import InputObserver, update_ranges
 from .layer_state import makes_state
 from .model.convert import check_finite, dequantize_model, prepare_model
@@ -64,7 +64,7 @@ def quantize_model(
 
     Raises:
         MoQError: Nothing to quantize, a budget (which only training can choose bits
-            for), a name in `modules_to_not_convert` that matches nothing, groups that
+            for), a teacher, a name in `modules_to_not_convert` that matches nothing, groups that
             do not divide a layer's weight, weights that FSDP1 or tensor parallelism
             took apart, NaN or Inf in a weight; `gptq` without as many examples or
             without a linear layer to round, `inputs` that the config does not need or
@@ -81,6 +81,10 @@ def quantize_model(
         raise MoQError(
             "quantize_bits.target_bits: bits under a budget are chosen while a Trainer trains; give a number"
         )
+    if config.distillation.teacher is not None:
+        raise MoQError(
+            "distillation.teacher: nothing is trained here that could follow it: leave it out, or train with MoQTrainer"
+        )
     batches = _batches(inputs, config) if config.enabled else []
     inventory = take_inventory(model, config)
     layers, embeddings = prepare_model(inventory, config)
@@ -92,12 +96,13 @@ def quantize_model(
         check_finite({**layers, **embeddings})
         if batches:
             _learn_from(batches, inventory.model, layers, config)
-    except MoQError:
+    except Exception:
         dequantize_model(model, weights="float")
         raise
-    note = ModelSizes(inventory, {**layers, **embeddings}).at_full_size(config)
-    if note is not None:
-        logger.warning("moq_hf: %s", note)
+    sizes = ModelSizes(inventory, {**layers, **embeddings})
+    for note in (sizes.at_full_size(config), sizes.lacks(config)):
+        if note is not None:
+            logger.warning("moq_hf: %s", note)
     return model
 
 
@@ -191,6 +196,12 @@ def _learn_from(
                 for handle in handles:
                     handle.remove()
             update_ranges(observers.values())
+            unseen = [name for name, own in observers.items() if own.range is None]
+            if unseen:
+                raise MoQError(
+                    f"inputs: {shortened(unseen)} got no number other than 0, NaN and Inf from them, so that their "
+                    "ranges are not known: give other examples"
+                )
 
 
 def _observe(layer: nn.Module, args: tuple[Any, ...]) -> None:

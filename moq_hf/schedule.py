@@ -373,6 +373,12 @@ class PrecisionSchedule:
             return
         needed = offset + drops + fade
         longer = math.ceil(needed / Fraction(str(config.deadline)))
+        # An offset that is a share grows with the run.
+        while (
+            _share_of(config.deadline, longer) - offset_step_of(config, longer) - fade
+            < drops
+        ):
+            longer += 1
         fits = f"a run of {longer} steps"
         if drops and self._room >= 0:
             fits = f"start_bits {self._target(longest) + self._room}, or {fits}"

@@ -9,13 +9,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import transformers
 from torch import nn
 
 from .config import MoQConfig
 from .errors import MoQError, either, shortened
 from .formats.stored import EncodeSpec
-from .formats.table import form_of, has_codes
+from .formats.table import form_of, has_codes, installed
 from .grid import Format
 from .model.inventory import Inventory, grid_of
 from .model.sizes import is_unpacked_while_loading
@@ -43,6 +42,7 @@ class Weight:
         rounded: How its inputs are rounded, where the file says it: "static" or
             "per_token".
         format: What its codes are; see `Grid`.
+        width: Bits that a packed code takes in the file; 0 for its own.
 
     >>> Weight("linear", 8, 64, 4, 32, symmetric=False).grid()
     '4 bits asymmetric in groups of 32'
@@ -57,6 +57,7 @@ class Weight:
     packed: bool = True
     rounded: str | None = None
     format: Format = "int"
+    width: int = 0
 
     @property
     def is_w8a8(self) -> bool:
@@ -376,7 +377,7 @@ def verdict(model: Description, server: Server) -> Verdict:
         answer = "yes" if is_tried else "not tried"
     if server is TRANSFORMERS:
         # The one that is installed loads and proves what is delivered.
-        server = replace(server, version=transformers.__version__)
+        server = replace(server, version=installed("transformers"))
     return Verdict(server, answer, reasons, tuple(notes))
 
 
@@ -448,9 +449,10 @@ def _faults(
             'quantize_format "int" is served',
         )
     legal = server.symmetric if weight.symmetric else server.asymmetric
-    if weight.bits not in legal:
+    bits = weight.bits if server.repacks else weight.width or weight.bits
+    if bits not in legal:
         taken = f"{either(legal)} bits" + " with zero points" * (not weight.symmetric)
-        yield f"its kernels take {taken}", weight.bits, f"{taken} are served"
+        yield f"its kernels take {taken}", bits, f"{taken} are served"
     size = weight.group_size if weight.format == "int" else None
     if size and (size % server.multiple or size not in (server.groups or [size])):
         groups = either(server.groups) or f"a multiple of {server.multiple}"
@@ -602,11 +604,12 @@ def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, Enco
             kind,
             (rows, columns),
             inventory.table_bits or 0 if is_table else width,
-            grid_of(module, own, parameter),
+            grid_of(module, own, parameter, inventory.table_bits),
             # A weight that a head shares with a table is stored as a table.
             is_table=is_table or name in inventory.tied.values(),
             matrices=() if kind == "experts" else None,
             inputs=config.activations.grid if kind in ("linear", "conv1d") else None,
+            pack_bits=config.pack_bits or 0,
         )
     return specs
 
@@ -641,6 +644,7 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
             has_codes(form_of(spec, "packed")),
             None if spec.inputs is None else rounded,
             spec.format,
+            spec.at(spec.bits).width,
         )
         # Beside packed layers, experts that are not split keep their name.
         if name not in inventory.experts or not weight.packed:

@@ -193,6 +193,7 @@ OTHERS: dict[str, Any] = {
     "gptq": 64,
     "scale_dtype": "bfloat16",
     "group_size": 64,
+    "pack_bits": 4,
     "start_bits": 9,
     "bits": 3,
     "period": 7,

@@ -456,6 +456,9 @@ def test_python_blocks(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPat
             if block.output is not None:
                 lines = [line for line in printed.getvalue().splitlines() if not line.startswith(("{", "\r"))]
                 assert lines == block.output.splitlines(), str(block)
+        if page.name == "README.md":
+            before, after = map(float, re.findall(r"0\.\d+", printed.getvalue().splitlines()[-1]))
+            assert before > 0.8 and after > 0.9
         if page.name == "deploy.md":
             assert [cli.main(shlex.split(command)[1:]) for command in (VERIFY, INSPECT)] == [0, 0]
 

@@ -528,6 +528,39 @@ def test_auto_takes_the_tables_of_encoders_that_servers_take(make: Any, serve: A
         assert not found.embeddings and found.tables_stay is not None and why in found.tables_stay
 
 
+def modern() -> nn.Module:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    ends = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 1, "bos_token_id": 2, "eos_token_id": 1}
+    return hf.ModernBertModel(hf.ModernBertConfig(vocab_size=60, **sizes, **ends))
+
+
+def beside_lora() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"])
+    return peft.get_peft_model(new_model(), lora)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("make", "config", "bits"),
+    [
+        (modern, MoQConfig.load("w4"), 4),
+        (modern, MoQConfig.load("w2"), 2),
+        (modern, MoQConfig.load("w8"), 8),
+        (modern, MoQConfig(bits=1, embeddings="auto"), 8),
+        (modern, MoQConfig.load("w4", overrides={"*.Wo": {"bits": 8}}), 8),
+        (modern, MoQConfig.load("w4", overrides={"*.Wo": {"bits": 12}}), 4),
+        (modern, MoQConfig.load("w4", bits={"mean": 3.0}), 8),
+        (modern, MoQConfig.load("w4", embeddings=8), 8),
+        (new_model, MoQConfig.load("w2"), 8),
+        (beside_lora, MoQConfig.load("w4"), 4),
+        (beside_lora, MoQConfig.load("w4", lora="merged"), 8),
+    ],
+)
+def test_auto_widens_no_codes_of_a_file_that_has_one_width(make: Any, config: MoQConfig, bits: int) -> None:
+    assert take_inventory(make(), config).table_bits == bits
+
+
 def test_auto_leaves_a_head_that_shares_a_table_in_float() -> None:
     found = take_inventory(masked(), MoQConfig(bits=4, embeddings="auto"))
     assert "bert.embeddings.word_embeddings" not in found.embeddings and len(found.embeddings) == 2

@@ -86,6 +86,7 @@ IN_PLACE = {
 ELSEWHERE = {
     "model/test_float_saves.py": ["saves_checkpoint"],
     "packed/test_delivery.py": ["attention_to_load", "COMPILED", "without_generation_config"],
+    "packed/test_loading.py": ["has_loss_of_its_own"],
     "packed/test_gemma.py": ["stays_float"],
     "packed/test_matrices.py": ["as_constructed", "experts_transposed", "matrices_in_files"],
     "packed/test_packed_training.py": ["callbacks_of", "save_training_args", "training_summary"],

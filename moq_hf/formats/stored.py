@@ -60,6 +60,7 @@ class EncodeSpec:
         input_scale: Their scale, `[1]`, where it is static.
         in_float: Whether transformers leaves the module alone, whatever the files say,
             where it replaces others.
+        pack_bits: The fewest bits that a packed code takes.
     """
 
     kind: Kind
@@ -75,6 +76,7 @@ class EncodeSpec:
     inputs: InputGrid | None = None
     input_scale: Tensor | None = None
     in_float: bool = False
+    pack_bits: int = 0
 
     @classmethod
     def of(
@@ -89,8 +91,20 @@ class EncodeSpec:
             grid=state.grid,
             is_table=is_table,
             matrices=matrices if layer.kind == "experts" else None,
-            width=state.bits,
             dtype=layer.weight.dtype,
+            pack_bits=state.config.pack_bits or 0,
+        ).at(state.bits)
+
+    def at(self, bits: int) -> "EncodeSpec":
+        """The spec of the same layer at a number of bits.
+
+        >>> spec = EncodeSpec("linear", (8, 8), 4, Grid(), pack_bits=4)
+        >>> [spec.at(bits).width for bits in (2, 3, 8)]
+        [4, 4, 8]
+        """
+        is_int = self.grid.format_at(bits) == "int"
+        return replace(
+            self, bits=bits, width=max(bits, self.pack_bits) if is_int else bits
         )
 
     @property

@@ -1,8 +1,11 @@
 """Which forms of delivery there are, and which may stand in one folder."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from importlib.metadata import version
 from types import ModuleType
 from typing import Literal
+
+from packaging.version import Version
 
 from ..errors import shortened
 from . import floats, gemma, int_quantized, mxfp4, pack_quantized
@@ -40,7 +43,7 @@ LAYOUTS: dict[Layout, tuple[Form, ...]] = {
 # them (`benchmarks/versions.py`); "gemma" and "mxfp4" with 5.23.0 alone. Older ones load some models all the same,
 # and end with an error on others.
 NEEDS: dict[Layout, dict[str, str]] = {
-    "packed": {"transformers": "5.15.0", "compressed-tensors": "0.18.0"},
+    "packed": {"transformers": "5.15.0", "compressed-tensors": "0.17.0"},
     "unpacked": {"transformers": "5.23.0", "compressed-tensors": "0.18.0"},
     "floats": {"transformers": "5.0.0"},
     "gemma": {"transformers": "5.23.0"},
@@ -49,9 +52,62 @@ NEEDS: dict[Layout, dict[str, str]] = {
 
 # The same of folders whose codes are floats: no others were tried.
 FP4_NEEDS = {"transformers": "5.23.0", "compressed-tensors": "0.20.0"}
+# Widths that do not divide a word of 32 bits. compressed-tensors packs them without gaps
+# from this version on, and reads no others than it packs.
+GAPLESS = "0.18.0"
 
 # Why no layout with codes fits a model.
 TAKEN_APART = "transformers takes the weights of this class apart while loading"
+
+
+def needs_of(
+    layout: Layout, widths: Collection[int], is_fp4: bool = False
+) -> dict[str, str]:
+    """The least versions of the libraries that load a folder.
+
+    Args:
+        layout: Of the folder.
+        widths: The bits that its packed codes take.
+        is_fp4: Whether packed codes are floats.
+
+    >>> needs_of("packed", {2, 4})["compressed-tensors"], needs_of("packed", {3, 4})["compressed-tensors"]
+    ('0.17.0', '0.18.0')
+    """
+    if is_fp4 and layout != "mxfp4":
+        return FP4_NEEDS
+    needs = dict(NEEDS[layout])
+    library = "compressed-tensors"
+    if library in needs and any(map(has_gaps, widths)):
+        needs[library] = max(needs[library], GAPLESS, key=Version)
+    return needs
+
+
+def has_gaps(width: int) -> bool:
+    """Whether words of 32 bits hold no whole number of codes.
+
+    >>> [width for width in range(2, 9) if has_gaps(width)]
+    [3, 5, 6, 7]
+    """
+    return 32 % width != 0
+
+
+def installed(library: str) -> str:
+    """The version of a library that is installed here."""
+    return version(library)
+
+
+def lacking(needs: Mapping[str, str]) -> str:
+    """Which of the least versions are newer than what is installed, in words; "" if none is.
+
+    >>> lacking({"transformers": "5.0.0"})
+    ''
+    """
+    older = [
+        f"{library} >= {least} ({installed(library)} is installed)"
+        for library, least in needs.items()
+        if Version(installed(library)) < Version(least)
+    ]
+    return " and ".join(older)
 
 
 def form_of(spec: EncodeSpec, layout: Layout) -> Form:

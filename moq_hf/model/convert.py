@@ -133,7 +133,7 @@ def prepare_model(
             layer.release()
     experts: dict[nn.Module, dict[str, LayerState]] = {}
     for index, (name, module, parameter, kind) in enumerate(weights):
-        grid = grid_of(module, config.of(name), parameter)
+        grid = grid_of(module, config.of(name), parameter, inventory.table_bits)
         seed = RoundingSeed(config.seed, index)
         state = LayerState(grid, config, kind, seed=seed, name=name)
         if name in inventory.experts:

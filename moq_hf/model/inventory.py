@@ -383,7 +383,12 @@ def _heads_below(path: str, part: nn.Module, names: list[str]) -> list[str]:
     return [f"{path}.{head}" for head in output_heads(part, below)]
 
 
-def grid_of(layer: nn.Module, config: MoQConfig, parameter: str = "weight") -> Grid:
+def grid_of(
+    layer: nn.Module,
+    config: MoQConfig,
+    parameter: str = "weight",
+    table_bits: int | None = None,
+) -> Grid:
     """How a chosen layer's weight is quantized, or another parameter, which is one of experts.
 
     An embedding table has one scale per row, from its largest weight; with
@@ -400,11 +405,7 @@ def grid_of(layer: nn.Module, config: MoQConfig, parameter: str = "weight") -> G
     grid = config.grid_of(dtype_name(weight.dtype))
     if isinstance(layer, nn.Embedding):
         size = grid.grouping.row_size
-        if (
-            size is None
-            or layer.embedding_dim % size
-            or config.embeddings in ("auto", 8)
-        ):
+        if size is None or layer.embedding_dim % size or table_bits in (None, 8):
             return replace(_ROWS, scale_dtype=grid.scale_dtype)
         return replace(
             _ROWS,

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from ..config import MoQConfig
 from ..config_fields import given_in, matches
 from ..errors import MOST_FAULTS, MoQError, shortened
+from ..formats.stored import MAX_PACKED_BITS
 from ..grid import Grouping, PerChannel
 from ..inputs import inputs_out_of_reach
 from ..names import adapted_layers, is_below, pretrained
@@ -43,8 +44,10 @@ from .inventory import (
     output_heads,
     unfit,
 )
+from .sizes import is_unpacked
 
-# Bits of tables where the config says "auto" and they are quantized.
+# Bits of tables where the config says "auto", unless those would widen all codes of the
+# file.
 AUTO_TABLE_BITS = 8
 
 
@@ -74,6 +77,7 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
         )
     experts = select_experts(inventory, config)
     layers, left_out = select_layers(inventory, config, bool(experts))
+    inventory = replace(inventory, layers=layers)
     inventory = replace(inventory, **_tables(inventory, config))
     embeddings = inventory.embeddings
     tied = select_tied(inventory, {**embeddings, **layers}, config)
@@ -243,9 +247,23 @@ def _tables(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
     shared = [n for n, table in tables.items() if id(table.weight) in linear]
     return {
         "embeddings": {n: t for n, t in tables.items() if n not in shared},
-        "table_bits": AUTO_TABLE_BITS,
+        "table_bits": widest_codes(inventory, config)
+        if is_unpacked(inventory)
+        else AUTO_TABLE_BITS,
         "tables_stay": f"a layer shares {', '.join(shared)}" if shared else None,
     }
+
+
+def widest_codes(inventory: Inventory, config: MoQConfig) -> int:
+    """The most bits that codes of the layers will have in the end, 2 to 8; 8 where all are saved as floats.
+
+    Args:
+        inventory: With the layers.
+        config: That has chosen them.
+    """
+    targets = {bits for name in inventory.layers for bits in config.of(name).targets}
+    coded = [bits for bits in targets if 2 <= bits <= MAX_PACKED_BITS]
+    return max(coded, default=MAX_PACKED_BITS)
 
 
 def is_encoder(inventory: Inventory) -> bool:

@@ -4,8 +4,8 @@ import contextlib
 import copy
 import functools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -14,10 +14,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import MoQConfig
-from ..errors import MoQError, explained
+from ..errors import MoQError, either, explained
 from ..formats import mxfp4, pack_quantized
 from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
-from ..formats.table import FORMS, TAKEN_APART, at_full_size, form_of
+from ..formats.table import (
+    FORMS,
+    NEEDS,
+    TAKEN_APART,
+    Layout,
+    at_full_size,
+    form_of,
+    has_gaps,
+    lacking,
+    needs_of,
+)
 from ..names import plain_name, pretrained, without_fsdp, without_peft
 from ..processes import shape_of
 from ..quant_experts import experts_parameters
@@ -30,6 +40,11 @@ from ..weight_matrix import is_experts
 from .inventory import Inventory, is_convolution
 
 TABLE = "embedding table"
+# How the layouts that need more than `packed` are delivered, in words.
+_AS: dict[Layout, str] = {
+    "unpacked": "unpacked while loading",
+    "mxfp4": "as OpenAI's own checkpoints are",
+}
 # Length of safetensors' names of dtypes that are not three letters long.
 _LETTERS = {torch.bfloat16: 4, torch.bool: 4, torch.int8: 2, torch.uint8: 2}
 
@@ -51,7 +66,7 @@ class _Weight(NamedTuple):
 
     def misfit(self, bits: int) -> str | None:
         """Why it is saved as floats at a number of bits; None if it is not."""
-        spec = replace(EncodeSpec.of(self.layer, self.is_table), bits=bits)
+        spec = EncodeSpec.of(self.layer, self.is_table).at(bits)
         if _form(spec).FORMAT is not None:
             return None
         return pack_quantized.misfit(spec)
@@ -62,7 +77,7 @@ class _Weight(NamedTuple):
         form = _form(spec)
         if form.FORMAT is None:
             return self.numbers * self.full
-        own: int = getattr(form, "WIDTH", spec.bits)
+        own: int = getattr(form, "WIDTH", spec.width)
         bits = width or own
         of_scale = 8 * spec.scale_dtype.itemsize if spec.format == "int" else 8
         if not spec.grid.symmetric:
@@ -174,23 +189,25 @@ class ModelSizes:
         many bits as the largest, whichever is less; see `has_one_width`.
         """
         own = self._saved(None)
-        if any(weight.is_table for weight in self._weights) and self.is_unpacked:
-            # Tables of more bits than the layers widen all codes, or stay floats.
+        alike = self._saved(_widest(self._weights))
+        if own != alike and self.is_unpacked:
+            # All codes are as wide as the widest, and tables that would widen them more
+            # than it saves stay floats.
             layers = [weight for weight in self._weights if not weight.is_table]
             width = _widest(layers)
             own = sum(
                 weight.numbers * weight.full if weight.is_table else weight.saved(width)
                 for weight in self._weights
             )
-        size = min(own, self._saved(_widest(self._weights)))
-        return (self._others_bits + size) / 8e6
+        return (self._others_bits + min(own, alike)) / 8e6
 
     def at_full_size(self, config: MoQConfig) -> str | None:
         """Which layers will be saved as floats at their targets, and why; None if none will."""
         reasons: dict[str, list[str]] = {}
         model = pretrained(self._inventory.model)
         is_taken_apart = isinstance(model, PreTrainedModel) and all(
-            takes_apart(model, packed) for packed in ((), self._packed)
+            takes_apart(model, packed)
+            for packed in ((), _linear_layers(self._inventory))
         )
         for weight in self._weights:
             name = weight.layer.moq.name
@@ -210,23 +227,62 @@ class ModelSizes:
         is_large = sum(map(len, reasons.values())) == len(self._weights)
         return text + "; the file will be as large as in float" * is_large
 
-    @property
-    def _packed(self) -> list[str]:
-        """The linear layers by their names in the model without PEFT."""
-        path = self._inventory.name_of(without_peft(self._inventory.model))
-        return [
-            (plain_name(name, ()) or "").removeprefix(f"{path}.")
-            for name, module in self._inventory.layers.items()
-            if isinstance(module, nn.Linear)
-        ]
+    def lacks(self, config: MoQConfig) -> str | None:
+        """What is too old here to load the model as it will be delivered, and the ways out; None if nothing is."""
+        specs: dict[str, list[EncodeSpec]] = {"packed": [], "int8": [], "mxfp4": []}
+        of_experts: list[int] = []
+        for weight in self._weights:
+            name = weight.layer.moq.name
+            spec = EncodeSpec.of(weight.layer, weight.is_table)
+            is_table = isinstance(weight.layer, QuantEmbedding)
+            targets = (spec.bits,) if is_table else config.of(name).targets
+            for bits in targets:
+                at = spec.at(bits)
+                form = "mxfp4" if mxfp4.fits(at) else form_of(at, "packed")
+                specs.setdefault(form, []).append(at)
+            if is_experts(spec.kind) and len(targets) == 1:
+                of_experts.append(spec.at(targets[0]).width)
+        packed = specs["packed"]
+        if not packed and not specs["int8"] and not specs["mxfp4"]:
+            return None
+        # All experts are as wide as the widest.
+        widths = {
+            max([at.width, *(of_experts if is_experts(at.kind) else ())])
+            for at in packed
+        }
+        layout: Layout = "packed"
+        if lacking(NEEDS["unpacked"]) and self.is_unpacked:
+            layout = "unpacked"
+        if specs["mxfp4"]:
+            layout = "mxfp4"
+        is_fp4 = any(at.format != "int" for at in packed)
+        missing = lacking(needs_of(layout, widths, is_fp4))
+        if not missing:
+            return None
+        ways = ["install that"]
+        if layout != "packed":
+            what = f"{type(pretrained(self._inventory.model)).__name__} is delivered {_AS[layout]}"
+            if self._inventory.adapters and not self._inventory.merged:
+                ways.append('set "lora": "merged"')
+        elif is_fp4:
+            what = "codes that are floats are delivered packed"
+            ways.append('set quantize_format to "int"')
+        else:
+            gaps = sorted(filter(has_gaps, widths))
+            what = f"codes of {either(gaps)} bits are delivered packed"
+            container = 4 if gaps == [3] else 8
+            ways.append("take 2, 4 or 8 bits")
+            codes = sum(math.prod(at.matrix_shape) for at in packed if at.width in gaps)
+            ways.append(
+                f"set pack_bits to {container}, which keeps the codes as they are, in {container} bits each: "
+                f"{codes * container / 8e6:.3g} MB for those of {either(gaps)} bits"
+            )
+        return f"{what}, which needs {missing}: {', or '.join(ways)}"
 
     @functools.cached_property
     def is_unpacked(self) -> bool:
-        """Whether transformers unpacks the model while loading, for which all codes in the file have one width."""
-        model = without_peft(self._inventory.model)
-        with contextlib.suppress(MoQError), torch.random.fork_rng(devices=[]):
-            return is_unpacked_while_loading(model, self._packed)
-        return False
+        """See `is_unpacked`."""
+        return is_unpacked(self._inventory)
 
     @property
     def has_one_width(self) -> bool:
@@ -243,8 +299,9 @@ class ModelSizes:
 
 def _widest(weights: Iterable[_Weight]) -> int:
     """The most bits of a code; 0 where there are none."""
-    bits = [weight.layer.moq.bits for weight in weights]
-    return max((b for b in bits if b <= MAX_PACKED_BITS), default=0)
+    specs = [EncodeSpec.of(weight.layer, weight.is_table) for weight in weights]
+    widths = [spec.width for spec in specs if spec.bits <= MAX_PACKED_BITS]
+    return max(widths, default=0)
 
 
 class FileSize:
@@ -345,7 +402,7 @@ class FileSize:
         """Return the tensors that stand for a layer's weight, on the meta device."""
         layer = self._layers[name]
         spec = EncodeSpec.of(layer, name in self._tables, None)
-        spec = replace(spec, bits=bits, width=bits)
+        spec = spec.at(bits)
         form = FORMS[form_of(spec, "packed")]
         weight = _on_meta(shape_of(layer.float_weight), spec.dtype)
         encoded = EncodedWeight({"weight": weight})
@@ -371,6 +428,35 @@ def parts_are_called(model: nn.Module) -> bool:
         or getattr(config, "is_encoder_decoder", False)
         or getattr(config, "sub_configs", None)
     )
+
+
+def is_unpacked(inventory: Inventory) -> bool:
+    """Whether transformers unpacks a model while loading it, for which all codes in the file have one width.
+
+    Beside its other reasons PEFT's LoRA, which wants the weights of layers as soon as
+    it is given the model.
+
+    Args:
+        inventory: With the layers that are quantized.
+    """
+    if not inventory.merged and any(
+        name.endswith("lora_A") for name in inventory.adapters
+    ):
+        return True
+    packed = _linear_layers(inventory)
+    with contextlib.suppress(MoQError), torch.random.fork_rng(devices=[]):
+        return is_unpacked_while_loading(without_peft(inventory.model), packed)
+    return False
+
+
+def _linear_layers(inventory: Inventory) -> list[str]:
+    """The linear layers that are quantized, by their names in the model without PEFT."""
+    path = inventory.name_of(without_peft(inventory.model))
+    return [
+        (plain_name(name, ()) or "").removeprefix(f"{path}.")
+        for name, module in inventory.layers.items()
+        if isinstance(module, nn.Linear)
+    ]
 
 
 def is_unpacked_while_loading(model: Any, packed: Iterable[str]) -> bool:

@@ -276,6 +276,8 @@ def _loading(name: str, folder: Path, saved: Verification, model: Any) -> str:
         )
     if "torch." in code:
         imports.insert(0, "import torch")
+    if "fnmatch(" in code:
+        imports.insert(0, "from fnmatch import fnmatch\n")
     needs = " ".join(f'"{library}>={least}"' for library, least in libraries.items())
     text = _BY_TRANSFORMERS.format(
         imports="\n".join(imports), code=code, needs=needs or "transformers"
@@ -321,20 +323,23 @@ def how_to_load(
     adapter = _adapter_of(model)
     if adapter is not None:
         load = f"PeftModel.from_pretrained({load}, {quoted(name)}, subfolder={quoted(adapter)})"
-    if proof is None or proof.cast is None:
+    if proof is None or proof.dtype is None:
         return cls, f"model = {load}"
     dtype = f"torch.{proof.dtype}"
     is_packed = saved.state["layout"] == "packed"
-    if proof.cast == "model" and not is_packed:
+    if not proof.kept and not is_packed:
         return cls, f"model = {load}.to({dtype})"
     lines = [f"model = {load}"]
     if is_packed:
         lines.append("model(**inputs)  # the first call unpacks the weights")
-    if proof.cast == "model":
-        lines.append(f"model.to({dtype})")
-    else:
-        lines.append("for parameter in model.parameters():")
-        lines.append(f"    parameter.data = parameter.data.to({dtype})")
+    if not proof.kept:
+        return cls, "\n".join([*lines, f"model.to({dtype})"])
+    lines += [
+        f"kept = {list(proof.kept)}",
+        "for name, tensor in [*model.named_parameters(), *model.named_buffers()]:",
+        "    if tensor.is_floating_point() and not any(fnmatch(name, pattern) for pattern in kept):",
+        f"        tensor.data = tensor.data.to({dtype})",
+    ]
     return cls, "\n".join(lines)
 
 

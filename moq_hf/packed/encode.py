@@ -30,12 +30,11 @@ from ..formats.stored import (
 )
 from ..formats.table import (
     FORMS,
-    FP4_NEEDS,
-    NEEDS,
     TAKEN_APART,
     Layout,
     form_of,
     has_codes,
+    needs_of,
 )
 from ..grid import Format
 from ..model.convert import beyond
@@ -91,6 +90,7 @@ class Encoder:
         stored: What `moq_state.json` says of each layer that was stored.
         names: What layers are called in the files, where that is not their own name.
         dtypes: The dtypes of the float weights of layers that are stored as codes.
+        model_dtypes: The dtypes of all parameters, without PEFT's adapters.
         dtype: The dtype that the packed model will have.
         rounds_inputs: Whether the files say how inputs are rounded, and with which
             static scales, as training did; else plain loading leaves inputs alone.
@@ -159,7 +159,7 @@ class Encoder:
         # Layers that are unpacked while loading all have codes as wide as the widest
         # one's. So have packed experts in any layout.
         same_width = list(self._matrices) if shared is None else packed
-        width = max([2, *(layers[name].moq.bits for name in same_width)])
+        width = max([2, *(self._specs[name].width for name in same_width)])
         for name in same_width:
             self._specs[name] = replace(self._specs[name], width=width)
         coded = [self._specs[n] for n, form in self.forms.items() if has_codes(form)]
@@ -168,11 +168,15 @@ class Encoder:
             dtype_name(spec.scale_dtype) for spec in coded if spec.format == "int"
         }
         # Packed modules load their scales in the model's dtype: a narrower one than
-        # theirs would round them. What is unpacked while loading is cast once, after
-        # it, and what a model keeps in float32 stays so.
+        # theirs would round them. What is unpacked while loading is cast once, after it.
+        self.model_dtypes = {
+            dtype_name(parameter.dtype)
+            for name, parameter in inventory.parameters()
+            if parameter.is_floating_point() and not inventory.is_added(name)
+        }
         dtypes = self.dtypes | scales
         if layout == "unpacked":
-            dtypes = self.dtypes - {"float32"} or self.dtypes
+            dtypes = self.model_dtypes
         self.dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
 
     @property
@@ -197,9 +201,10 @@ class Encoder:
     @property
     def needs(self) -> dict[str, str]:
         """The least versions of the libraries that load the folder."""
-        if self.needs_bfloat16:
-            return FP4_NEEDS
-        return NEEDS[self.layout if self.groups else "floats"]
+        packed = [self._specs[n] for n, form in self.forms.items() if form == "packed"]
+        layout = self.layout if any(map(has_codes, self.forms.values())) else "floats"
+        widths = {spec.width for spec in packed}
+        return needs_of(layout, widths, any(spec.format != "int" for spec in packed))
 
     @property
     def misleads_older(self) -> bool:

@@ -1,9 +1,11 @@
 """Loads a saved folder with plain `from_pretrained` and compares its outputs with those of the model in memory."""
 
 import contextlib
+import fnmatch
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard, cast
@@ -23,7 +25,7 @@ from ..names import named_modules, plain_name, uncompiled, without_fsdp, without
 from ..processes import is_apart
 from ..quant_linear import QuantLayer
 from ..seams.sentence_transformers import body_of
-from ..seams.transformers import attention_to_load
+from ..seams.transformers import attention_to_load, has_loss_of_its_own
 from ..text import counted, dtype_name
 from ..training.measuring import ONE_AT_A_TIME, evaluating
 from ..training.samples import check_batch
@@ -58,8 +60,8 @@ class Proof:
             where training does not.
         dtype: That to which the loaded model was cast, since it loads in another one
             than the model in memory has; None where it needed no cast.
-        cast: What of it was cast: the "model" (`.to(dtype)`), or its "parameters" alone
-            where buffers of the model in memory are float32; None where nothing was.
+        kept: Globs for the names of what was not cast, since the model in memory has it
+            in another dtype; none where `.to(dtype)` casts all.
         autocast: The dtype of the autocast under which both answered; None without one.
         attention: What `from_pretrained` was given as `attn_implementation`, since the
             model in memory has another one than it would choose; else None.
@@ -77,7 +79,7 @@ class Proof:
     reason: str | None
     inputs: Literal["rounded", "float"] | None = None
     dtype: str | None = None
-    cast: Literal["model", "parameters"] | None = None
+    kept: tuple[str, ...] = ()
     autocast: str | None = None
     attention: str | dict[str, str | None] | None = None
 
@@ -97,11 +99,8 @@ class Proof:
             compared.append(f"largest difference {self.largest_difference:.3g}")
         if self.autocast is not None:
             compared.append(f"autocast to {self.autocast}")
-        cast = ""
-        if self.cast == "parameters":
-            cast = f", parameters cast to {self.dtype}"
-        elif self.dtype is not None:
-            cast = f" and cast to {self.dtype}"
+        in_part = "in part " if self.kept else ""
+        cast = "" if self.dtype is None else f" and cast {in_part}to {self.dtype}"
         return (
             f"Verified: loaded with plain transformers{cast}, the saved model gives {outputs} "
             f"({', '.join(compared)})"
@@ -150,7 +149,7 @@ class ReferenceOutputs:
         self._outputs: dict[bool, _Outputs] = {}
         # Why there are no outputs, and what of the batch the model did not take.
         self.reason: str | None = None
-        self.error: str | None = None
+        self.error: Exception | None = None
         rounding = {
             m: m.moq.inputs
             for m in self.model.modules()
@@ -159,6 +158,8 @@ class ReferenceOutputs:
         self._rounds = bool(rounding)
         try:
             self._inputs: dict[str, Any] = _moved(inputs, self._device)
+            if has_loss_of_its_own(self.model):
+                self._inputs.pop("labels", None)
             if self._rounds:
                 self._outputs[True] = self._answers_of(self.model)
             for layer in rounding:
@@ -169,7 +170,7 @@ class ReferenceOutputs:
                 self.reason = "all outputs of the model in memory are NaN"
         except Exception as error:
             text = one_line(error, named=True)[:300]
-            self.error = None if isinstance(error, _NO_MEMORY) else text
+            self.error = None if isinstance(error, _NO_MEMORY) else error
             self.reason = f"the model in memory cannot evaluate a batch ({text})"
         finally:
             for layer, rounded in rounding.items():
@@ -198,8 +199,8 @@ class ReferenceOutputs:
         inputs: Literal["rounded", "float"] | None = None
         if self._rounds:
             inputs = "rounded" if rounded else "float"
-        # What was cast, and to which dtype.
-        self._cast_to: tuple[Literal["model", "parameters"], str] | None = None
+        self._cast_to: str | None = None
+        self._kept: tuple[str, ...] = ()
         self._attention: str | dict[str, str | None] | None = None
         agrees = None
         reason: str | None = "a second copy of the model does not fit beside it"
@@ -211,7 +212,6 @@ class ReferenceOutputs:
         if difference == float("inf"):
             # JSON has no infinite numbers.
             difference = None
-        cast, dtype = self._cast_to or (None, None)
         return Proof(
             agrees,
             self.examples,
@@ -219,8 +219,8 @@ class ReferenceOutputs:
             tokens,
             reason,
             inputs,
-            dtype,
-            cast,
+            self._cast_to,
+            self._kept,
             None if self._autocast is None else dtype_name(self._autocast),
             self._attention,
         )
@@ -245,7 +245,9 @@ class ReferenceOutputs:
                 # Generation comes before any call of the model, since it must not need
                 # what the first call unpacks.
                 self._tokens_of(loaded)
-            several_dtypes = self._cast(loaded)
+            unlike = self._cast(loaded)
+            if unlike is not None:
+                return False, unlike, None
             outputs = self._outputs_of(loaded)
             tokens = None if self.tokens is None else self._tokens_of(loaded)
         except _NO_MEMORY:
@@ -258,10 +260,7 @@ class ReferenceOutputs:
             return False, "the loaded model has other outputs", None
         if not outputs and tokens is None:
             return None, "the model gives no tensor to compare", None
-        agrees, reason, difference = self._compare_outputs(loaded, outputs, tokens)
-        if agrees and several_dtypes is not None:
-            return False, several_dtypes, difference
-        return agrees, reason, difference
+        return self._compare_outputs(loaded, outputs, tokens)
 
     def _compare_outputs(
         self, loaded: nn.Module, outputs: list[Tensor], tokens: Tensor | None
@@ -355,8 +354,7 @@ class ReferenceOutputs:
         """Give the loaded model the dtypes of the model in memory, as `how_to_load` tells a user to.
 
         Returns:
-            Why no such line does it, so that each tensor was cast by itself; None where
-            one does, or nothing is to be cast.
+            Why no such lines do it; None where they do, or nothing is to be cast.
         """
         if is_packed(loaded) and any(
             p.dtype != torch.float32 for p in self.model.parameters()
@@ -365,34 +363,60 @@ class ReferenceOutputs:
                 # The first call unpacks the weights.
                 loaded(**self._inputs)
         in_memory = all_tensors(self.model)
-        pairs = {
-            name: (tensor, in_memory[name])
-            for name, tensor in all_tensors(loaded).items()
-            if name in in_memory and tensor.is_floating_point()
+        # What the model in memory does not have, the scale of inputs, goes with the rest.
+        wanted = {
+            name: in_memory[plain].dtype
+            for name, plain in _floats_in(loaded).items()
+            if plain in in_memory
         }
-        differing = [
-            name for name, (tensor, own) in pairs.items() if tensor.dtype != own.dtype
-        ]
-        if not differing:
+        found = dict([*loaded.named_parameters(), *loaded.named_buffers()])
+        cast = [name for name, dtype in wanted.items() if found[name].dtype != dtype]
+        if not cast:
             return None
-        dtype = pairs[differing[0]][1].dtype
-        others = [name for name, (_, own) in pairs.items() if own.dtype != dtype]
-        if not others:
-            loaded.to(dtype)
-            self._cast_to = "model", dtype_name(dtype)
-            return None
-        if any(isinstance(pairs[name][1], nn.Parameter) for name in others):
-            for tensor, own in pairs.values():
-                tensor.data = tensor.data.to(own.dtype)
-            other = dtype_name(pairs[others[0]][1].dtype)
+        dtype = wanted[cast[0]]
+        kept = [name for name in wanted if wanted[name] != dtype]
+        others = sorted(set(cast).intersection(kept))
+        if others:
             return (
-                f"in memory {others[0]} is {other} and {differing[0]} {dtype_name(dtype)}, and from_pretrained gives a "
-                "model one dtype; with each tensor in its own, the answers are the same"
+                f"in memory {cast[0]} is {dtype_name(dtype)}, {others[0]} {dtype_name(wanted[others[0]])}, and both "
+                f"load in {dtype_name(found[cast[0]].dtype)}"
             )
-        for parameter in loaded.parameters():
-            parameter.data = parameter.data.to(dtype)
-        self._cast_to = "parameters", dtype_name(dtype)
+        self._cast_to = dtype_name(dtype)
+        if not kept:
+            loaded.to(dtype)
+            return None
+        self._kept = patterns_of(kept, cast)
+        for name, tensor in found.items():
+            if tensor.is_floating_point() and not _is_kept(name, self._kept):
+                tensor.data = tensor.data.to(dtype)
         return None
+
+
+def _floats_in(model: nn.Module) -> dict[str, str]:
+    """The floating-point parameters and buffers of a model: the name of each, and its name without PEFT."""
+    names = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point():
+            inner = name
+            if without_peft(model) is not model:
+                inner = name.removeprefix("base_model.model.")
+            names[name] = str(plain_name(inner, ()))
+    return names
+
+
+def _is_kept(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def patterns_of(names: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
+    """Globs for names, with `*` for the numbers of blocks where no other name is meant by them.
+
+    >>> patterns_of(["layers.0.norm", "layers.1.norm"], ["layers.0.q"])
+    ('layers.*.norm',)
+    """
+    names = list(names)
+    globs = tuple(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    return tuple(names) if any(_is_kept(name, globs) for name in others) else globs
 
 
 def _attention_in(model: nn.Module) -> str | dict[str, str | None] | None:
@@ -415,10 +439,13 @@ def reference_to(model: nn.Module, inputs: Mapping[str, Any]) -> ReferenceOutput
     """
     check_batch(inputs)
     reference = ReferenceOutputs(model, inputs)
-    if reference.error is not None:
+    error = reference.error
+    if isinstance(error, MoQError):
+        raise error
+    if error is not None:
         raise MoQError(
-            f"inputs: the model cannot answer them ({reference.error}); give a batch as its forward pass takes it, "
-            'with tensors, as in tokenizer(text, return_tensors="pt")'
+            f"inputs: the model cannot answer them ({one_line(error, named=True)[:300]}); give a batch as its forward "
+            'pass takes it, with tensors, as in tokenizer(text, return_tensors="pt")'
         )
     return reference
 

@@ -25,7 +25,7 @@ from ..errors import (
 )
 from ..formats import mxfp4
 from ..formats.stored import EncodeSpec
-from ..formats.table import LAYOUTS, Layout, at_full_size, has_codes
+from ..formats.table import LAYOUTS, Layout, at_full_size, has_codes, lacking
 from ..lora import is_merged
 from ..model.convert import quant_layers, quantized_layers
 from ..model.inventory import Inventory
@@ -249,7 +249,7 @@ def deliver(
     """
     saving = _Saving(model, directory, options)
     try:
-        saved = saving.save(reference, layout)
+        saved = saving.save(reference, layout, may_be_floats=True)
     # Training is done: whatever a model's own code raises here must not lose its
     # result.
     except Exception as error:
@@ -288,17 +288,25 @@ class _Saving:
         self.not_saved: dict[str, str] = {}
 
     def save(
-        self, reference: ReferenceOutputs | None, layout: Layout | None = None
+        self,
+        reference: ReferenceOutputs | None,
+        layout: Layout | None = None,
+        may_be_floats: bool = False,
     ) -> Verification:
         """Write the layout that is asked for; else the first one that agrees with the reference, if there is one.
+
+        Args:
+            reference: The model's outputs; None does not load the files.
+            layout: The one that is asked for.
+            may_be_floats: Whether floats take the place of codes that the installed
+                libraries cannot load.
 
         Raises:
             MoQError: The model cannot be packed, or the files cannot be written.
         """
         self._check()
         self.tied, self.unties = self._ties()
-        layouts = self._layouts(layout)
-        reason: str | None = None
+        layouts, reason = self._layouts(layout, may_be_floats)
         proof: Proof | None = None
         with alone_at(self.target):
             for layout in layouts:
@@ -519,13 +527,37 @@ class _Saving:
                 "the weights are on the meta device, which keeps none: give state_dict"
             )
 
-    def _layouts(self, wanted: Layout | None) -> Sequence[Layout]:
-        """Return the layouts that transformers can load, the best one first; the last one is right for every model.
+    def _layouts(
+        self, wanted: Layout | None, may_be_floats: bool
+    ) -> tuple[Sequence[Layout], str | None]:
+        """Return the layouts that the installed libraries can load, the best one first; floats are right for any model.
 
-        Where one is wanted, it is that one. Without codes there are floats alone.
+        Where one is wanted, it is that one. Without codes there are floats alone, and
+        where the libraries are too old for codes too, with the reason.
 
         Raises:
-            MoQError: They cannot load the one that is wanted.
+            MoQError: They cannot load the one that is wanted, or any with codes, where
+                `may_be_floats` does not allow that.
+        """
+        layouts = self._loaded_by_newest(wanted)
+        older = {layout: lacking(self._encoder(layout).needs) for layout in layouts}
+        found = [layout for layout in layouts if not older[layout]]
+        best = layouts[0]
+        if not older[best] or found[:-1]:
+            return found, None
+        reason = f"the layout {best} of this model needs {older[best]}"
+        if wanted is not None or not may_be_floats:
+            ways = "install that, or take layout floats, which is of full size"
+            if "transformers" not in older[best]:
+                ways += "; pack_bits 4 or 8 has other codes in words that older versions read"
+            raise MoQError(f"{reason}: {ways}")
+        return ["floats"], reason
+
+    def _loaded_by_newest(self, wanted: Layout | None) -> Sequence[Layout]:
+        """The same for the newest version of transformers.
+
+        Raises:
+            MoQError: It cannot load the one that is wanted.
         """
         if wanted is None and self._is_gpt_oss():
             return ["mxfp4", "floats"]
@@ -544,11 +576,8 @@ class _Saving:
         # one, for its user to cast; unpacked while loading it has its own dtype. One in
         # float64 would be rounded.
         is_cast = encoder.dtype not in encoder.dtypes and not encoder.rounds_inputs
-        is_cast &= (
-            len(encoder.widths) == 1
-            or self._has_several_dtypes()
-            or "float64" in encoder.dtypes
-        )
+        is_cast &= len(encoder.model_dtypes) == 1
+        is_cast &= len(encoder.widths) == 1 or "float64" in encoder.dtypes
         has_one_width = ModelSizes(self.whole, self.quantized).has_one_width
         if served or is_cast or has_one_width:
             tried = ["unpacked", "packed", "floats"]
@@ -563,10 +592,6 @@ class _Saving:
                 f"transformers cannot answer with this model in the layout {wanted}: leave layout out"
             )
         return [wanted]
-
-    def _has_several_dtypes(self) -> bool:
-        parameters = (parameter for _, parameter in self.inventory.parameters())
-        return len({p.dtype for p in parameters if p.is_floating_point()}) > 1
 
     def _is_gpt_oss(self) -> bool:
         """Whether the model has experts in MXFP4, and there is a layout for them."""

@@ -21,7 +21,7 @@ from ..config import MoQConfig
 from ..config_fields import Count, Flag, Positive, Weight
 from ..errors import MoQError, explained, read_as, show, write_json
 from ..formats.stored import StoredLayer, by_matrix
-from ..formats.table import Layout, has_codes
+from ..formats.table import Layout, has_codes, installed
 from ..inputs import ranges_of
 from ..quant_linear import QuantLayer, inputs_of
 from ..training.controller import MoQController
@@ -74,14 +74,11 @@ def state_of(
     controller: MoQController | None,
 ) -> dict[str, Any]:
     """What `moq_state.json` holds of a model and its run."""
-    import compressed_tensors
-    import transformers
-
     versions = {
         "moq_hf": __version__,
         "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-        "compressed_tensors": compressed_tensors.__version__,
+        "transformers": installed("transformers"),
+        "compressed_tensors": installed("compressed-tensors"),
         "python": platform.python_version(),
     }
     config = next(iter(layers.values())).moq.config
@@ -312,6 +309,7 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
             packed=has_codes(layer.stored),
             rounded=rounded if layer.kind == "linear" and not layer.tied else None,
             format=layer.format,
+            width=max(layer.bits, trained.pack_bits or 0),
         )
     floats = {
         name.removesuffix(".weight")

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult
+from huggingface_hub import EvalResult, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from torch import nn
 from transformers import PreTrainedModel
@@ -36,6 +37,41 @@ def body_of(model: nn.Module) -> PreTrainedModel | None:
         return None
     body = getattr(next(model.children(), None), "auto_model", None)
     return body if isinstance(body, PreTrainedModel) else None
+
+
+class _First(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.model = body
+
+    @property
+    def auto_model(self) -> nn.Module:
+        return self.model
+
+
+def around(body: nn.Module) -> nn.Module:
+    """What has the names and shapes of a model of Sentence Transformers around a transformers model.
+
+    Relies on: `model` of the first module, and what `body_of` does.
+    Breaks: `moq-hf plan --model` would foretell the size of the transformers model.
+    """
+    cls = type("Encoder", (nn.Sequential,), {"__module__": LIBRARY})
+    found: nn.Module = cls(_First(body))
+    return found
+
+
+def is_kept_at(place: str) -> bool:
+    """Whether a folder, or a repository of the Hub, holds a model of Sentence Transformers.
+
+    Relies on: The file `CONFIG`.
+    Breaks: See `around`.
+    """
+    if Path(place).is_dir():
+        return (Path(place) / CONFIG).is_file()
+    # It need not be there, and no network neither.
+    with contextlib.suppress(OSError, ValueError, HfHubHTTPError):
+        return bool(hf_hub_download(place, CONFIG))
+    return False
 
 
 def save_around(

@@ -516,7 +516,7 @@ def ties_in_files(
         return shared, False
     config: Any = model.config
     untied = type(config).from_dict(_without_ties(config.to_dict()))
-    if untied.tie_word_embeddings:
+    if getattr(untied, "tie_word_embeddings", False):
         return shared, True
     forward = inspect.unwrap(type(model).forward)
     if "tie_word_embeddings" in forward.__code__.co_names:
@@ -945,6 +945,17 @@ def factors_base(wrapper: nn.Module) -> str | None:
     path = type(wrapper).__module__.split(".")
     tuners = ("adamss", "frod", "osf", "psoft")
     return next((tuner for tuner in tuners if tuner in path), None)
+
+
+def has_loss_of_its_own(model: nn.Module) -> bool:
+    """Whether PEFT adds a term to a model's loss, as AdaLoRA does, which only a model in training can compute.
+
+    Relies on: `peft.AdaLoraModel.trainable_adapter_name`, which a loaded adapter does
+    not have.
+    Breaks: A run with AdaLoRA would end with floats at full size, since the loaded
+    model fails on a batch with labels.
+    """
+    return hasattr(getattr(model, "base_model", None), "trainable_adapter_name")
 
 
 def trains_tokens(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from ..config import MoQConfig
 from ..config_fields import DistillationConfig
 from ..errors import MOST_FAULTS, shortened
 from ..model.inventory import Inventory, is_convolution
-from ..model.selection import embeddings_to_quantize
+from ..model.selection import embeddings_to_quantize, widest_codes
 from ..model.sizes import TABLE, ModelSizes, percent
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..text import counted
@@ -116,8 +116,7 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
         notes.append(
             "quantizer_kernel: the Triton kernels need a CUDA device; plain PyTorch gives the same numbers"
         )
-    # A table has 2 bits or more.
-    width = max(2, *config.targets)
+    width = widest_codes(inventory, config)
     if (inventory.table_bits or 0) > width and sizes.is_unpacked:
         notes.append(
             f"all codes in the file of this model will be as wide as those of its embedding tables, "

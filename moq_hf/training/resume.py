@@ -35,8 +35,9 @@ _HARMLESS = {
     "serve",
 }
 # Keys whose change takes effect from now on: at the next search for ratios, random
-# number, measurement or loss.
+# number, measurement or loss, or in the files at the end.
 _FROM_NOW_ON = {
+    "pack_bits",
     "quantize_algo.scale_refresh",
     "quantize_algo.gptq",
     "seed",

@@ -229,6 +229,16 @@ def test_tables_that_widen_all_codes_of_a_file_are_told_of_and_counted(tables: i
     assert controller.sizes.mb == pytest.approx(sum(tensor.nbytes for tensor in tensors) / 1e6, rel=0.01)
 
 
+def test_layers_of_several_bits_are_counted_as_wide_as_the_widest_where_a_file_has_one_width(tmp_path: Path) -> None:
+    shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    model = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=60, **shape, decoder_start_token_id=0)).eval()
+    controller = controller_of(model, quantize_bits={"start_bits": 4, "target_bits": 4}, quantize_schedule={})
+    next(iter(controller.layers.values())).set_bits(8)
+    save_quantized(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors").values()
+    assert controller.sizes.mb == pytest.approx(sum(tensor.nbytes for tensor in tensors) / 1e6, rel=0.01)
+
+
 def test_layers_that_no_file_packs_are_told_of_before_the_first_step() -> None:
     text = (
         "every quantized layer is saved as floats on the grid, at full size: Conv1D layers, as GPT-2 has them, are not "

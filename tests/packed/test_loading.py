@@ -83,7 +83,7 @@ def test_what_is_unpacked_while_loading_needs_no_cast(tmp_path: Path) -> None:
     model = quantize_model(model_of("Llama", "dtype", tmp_path / "float"), LAYERS)
     save_quantized(model, tmp_path / "packed", inputs=batch_of("Llama", model))
     found = verify_quantized(tmp_path / "packed")
-    assert found.state["layout"] == "unpacked" and proof_of(tmp_path / "packed").cast is None
+    assert found.state["layout"] == "unpacked" and proof_of(tmp_path / "packed").dtype is None
     loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert loaded.dtype == HALF and loaded.model.rotary_emb.inv_freq.dtype == torch.float32
 
@@ -93,17 +93,46 @@ def test_a_folder_that_nothing_proves_says_how_to_cast_it(tmp_path: Path, caplog
     assert "loads in float32, and the weights are bfloat16 in memory: cast the loaded model" in caplog.text
 
 
-def test_parameters_of_several_dtypes_are_loaded_by_hand(tmp_path: Path) -> None:
+def test_parameters_of_several_dtypes_are_cast_in_part(tmp_path: Path) -> None:
     """`from_pretrained` gives a model one dtype; autocast lets this one compute."""
     task = "sequence classification"
     model = new_model("BERT", task).to(HALF)
     model.classifier.float()
     callbacks = [MoQCallback(LAYERS)]
     hf.Trainer(model, arguments(tmp_path, bf16=True), train_dataset=rows_of(task), callbacks=callbacks).train()
-    proof = proof_of(tmp_path / "quantized")
-    assert not proof.agrees and proof.reason is not None
-    assert "with each tensor in its own, the answers are the same" in proof.reason
-    assert "load_state_dict" in (tmp_path / "quantized" / "README.md").read_text(encoding="utf-8")
+    folder = tmp_path / "quantized"
+    assert "loaded with plain transformers and cast in part to bfloat16" in str(proof_of(folder))
+    assert verify_quantized(folder).state["layout"] == "packed"
+    batch = inputs_of(task, model)
+    left = as_the_card_says(folder, batch)
+    assert left["kept"] == ["classifier.weight", "classifier.bias"]
+    with torch.autocast("cpu", dtype=HALF):
+        expected = model.eval()(**batch).logits
+    assert torch.equal(left["outputs"].logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_experts_under_adapters_in_half_precision_are_packed(tmp_path: Path) -> None:
+    """PEFT keeps its adapters in float32, and transformers unpacks experts to it."""
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model_of("mixture", "dtype", tmp_path / "float"), lora)
+    quantize_model(model, LAYERS).eval()
+    batch = batch_of("mixture", model)
+    save_quantized(model, tmp_path / "packed", inputs=batch)
+    found = verify_quantized(tmp_path / "packed")
+    assert found.state["layout"] == "unpacked" and proof_of(tmp_path / "packed").agrees
+    loaded = as_the_card_says(tmp_path / "packed", batch)["model"]
+    assert all(map(torch.equal, outputs_of(loaded, batch), outputs_of(model, batch)))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_the_loss_of_adalora_has_a_term_that_only_training_computes(tmp_path: Path) -> None:
+    lora = peft.AdaLoraConfig(total_step=6, tinit=1, tfinal=1, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(new_model("Llama", CAUSAL), lora)
+    quantize_model(model, LAYERS).eval()
+    ids = torch.arange(3, 19).view(2, 8)
+    save_quantized(model, tmp_path, inputs={"input_ids": ids, "labels": ids})
+    assert proof_of(tmp_path).agrees
 
 
 def test_under_autocast_the_card_says_so(tmp_path: Path) -> None:

@@ -1,18 +1,23 @@
 """Each folder says which versions load it, as they were tried, and none loads as another model in an older one."""
 
+import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 from families import FAMILIES
 from model_zoo import new_model
 from packaging.version import Version
 from repo import ROOT
+from tiny_runs import callback_of, moq, stock
 
-from moq_hf import MoQError, quantize_model, save_quantized, verify_quantized
+from moq_hf import MoQConfig, MoQError, quantize_model, save_quantized, verify_quantized
 from moq_hf.export.floats import export_floats
+from moq_hf.formats import table
 from moq_hf.formats.table import LAYOUTS, NEEDS
 
 FOUR: dict[str, Any] = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": "per_channel"}
@@ -102,3 +107,134 @@ def test_what_a_folder_needs_is_what_was_tried() -> None:
         before = tried[: tried.index(least)]
         # Version 5.0.0 is the first that is of interest.
         assert not before or any(folder["answers"][before[-1]] not in right for folder in own)
+
+
+BATCH = {"input_ids": torch.arange(8)[None]}
+FLOORS = {"transformers": "5.16.1", "compressed-tensors": "0.17.0"}
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """The floors are installed, or these."""
+    found = FLOORS | {name.replace("_", "-"): version for name, version in versions.items()}
+    monkeypatch.setattr(table, "installed", found.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("config", "library", "ways"),
+    [
+        ({"bits": 3}, "compressed-tensors >= 0.18.0", ["pack_bits to 4", "2, 4 or 8 bits", " MB for those of 3 bits"]),
+        ({"bits": 6}, "compressed-tensors >= 0.18.0", ["pack_bits to 8"]),
+        ({"bits": {"mean": 3.0}}, "compressed-tensors >= 0.18.0", ["codes of 3 bits", "pack_bits to 4"]),
+        ({"bits": 4, "overrides": {"*.layer.0.*": {"bits": 5}}}, "compressed-tensors >= 0.18.0", ["codes of 5 bits"]),
+    ],
+)
+@pytest.mark.parametrize("kind", [stock, moq])
+def test_what_older_libraries_cannot_load_is_told_before_the_first_step(
+    config: Any, library: str, ways: list[str], kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch)
+    trainer = kind(tmp_path, MoQConfig.load(config), max_steps=64)
+    with pytest.raises(MoQError) as told:
+        trainer.train()
+    assert f"{library} (" in str(told.value) and "install that" in str(told.value)
+    assert all(way in str(told.value) for way in ways), told.value
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("config", [{"bits": 3, "pack_bits": 4}, {"bits": 2}, {"bits": 8}, {"bits": 7, "pack_bits": 8}])
+def test_a_run_with_the_floors_is_delivered_packed(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch)
+    trainer = moq(tmp_path, MoQConfig.load(config), max_steps=2)
+    trainer.train()
+    state = state_of(tmp_path / "quantized")
+    assert state["layout"] == "packed" and state["proof"]["agrees"]
+    assert state["needs"] == {"transformers": "5.15.0", "compressed-tensors": "0.17.0"}
+
+
+def test_a_run_that_resumes_with_older_libraries_meets_the_same_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    stock(tmp_path, MoQConfig(bits=3), **more).train()
+    pretend(monkeypatch)
+    trainer = stock(tmp_path, MoQConfig(bits=3), **more)
+    with pytest.raises(MoQError, match=r"pack_bits to 4"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    # The way out is one for a run that has begun, too.
+    trainer = stock(tmp_path, MoQConfig(bits=3, pack_bits=4), **more)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert state_of(tmp_path / "quantized")["needs"]["compressed-tensors"] == "0.17.0"
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "layout", "fault"),
+    [
+        ("BERT", {"bits": 3}, None, "layout packed of this model needs compressed-tensors >= 0.18.0"),
+        ("BERT", {"bits": 4}, "unpacked", "layout unpacked of this model needs transformers >= 5.23.0"),
+        ("BERT", {"bits": 4}, "gemma", "layout gemma of this model needs transformers >= 5.23.0"),
+        ("T5", {"bits": 4}, None, "layout unpacked of this model needs transformers >= 5.23.0"),
+        ("BERT", {"bits": 3}, "floats", None),
+        ("BERT", {"bits": 3, "pack_bits": 4}, None, None),
+        # What is unpacked while loading where that is possible can be packed too.
+        ("BERT", {"bits": 4, "q_type": "asymmetric"}, None, None),
+    ],
+)
+def test_nothing_is_saved_that_the_installed_libraries_cannot_load(
+    family: str, config: Any, layout: Any, fault: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch)
+    model = quantize_model(new_model(family, "sequence classification"), config)
+    if fault is None:
+        save_quantized(model, tmp_path, layout=layout)
+        assert not table.lacking(state_of(tmp_path)["needs"])
+        return
+    with pytest.raises(MoQError, match=re.escape(fault)):
+        save_quantized(model, tmp_path / "folder", layout=layout)
+    assert not (tmp_path / "folder").exists()
+
+
+def test_quantize_model_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    quantize_model(model_of("Llama"), bits=3)
+    assert not caplog.records
+    pretend(monkeypatch)
+    quantize_model(model_of("Llama"), bits=3)
+    assert "pack_bits to 4" in caplog.text
+    quantize_model(model_of("Llama"), bits=4, format="mxfp4")
+    assert 'quantize_format to "int"' in caplog.text
+    quantize_model(new_model("T5", "sequence classification"), bits=4)
+    assert "T5ForSequenceClassification is delivered unpacked while loading, which needs transformers" in caplog.text
+
+
+@pytest.mark.parametrize("config", [{"bits": 3}, {"bits": 3, "q_type": "asymmetric"}, {"bits": 2}, {"bits": 4}])
+def test_codes_in_wider_containers_are_the_same(config: Any, tmp_path: Path) -> None:
+    model = new_model("BERT", "sequence classification")
+    folders = []
+    for pack_bits in (None, 4, 8):
+        quantized = quantize_model(copy.deepcopy(model), {**config, "pack_bits": pack_bits})
+        layout: Any = "packed"
+        folders.append(save_quantized(quantized, tmp_path / str(pack_bits), inputs=BATCH, layout=layout))
+    found = [verify_quantized(folder) for folder in folders]
+    assert all(each.proof is not None and each.proof.largest_difference == 0.0 for each in found)
+    bits = config["bits"]
+    assert [{layer.bits for layer in each.layers.values()} for each in found] == [{bits}] * 3
+    for folder, width in zip(folders, (bits, max(4, bits), 8), strict=True):
+        groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
+        assert {group["weights"]["num_bits"] for group in groups} == {width}
+    # What a folder needs is about its files, not about what wrote it.
+    needs = [each.state["needs"]["compressed-tensors"] for each in found]
+    assert needs == ["0.18.0" if bits == 3 else "0.17.0", "0.17.0", "0.17.0"]
+    assert found[0].file_bytes <= found[1].file_bytes < found[2].file_bytes
+
+
+def test_sizes_are_those_of_the_containers(tmp_path: Path) -> None:
+    found = []
+    for pack_bits in (None, 4, 8):
+        trainer = moq(tmp_path / str(pack_bits), MoQConfig(bits=3, pack_bits=pack_bits), max_steps=1)
+        trainer.train()
+        found.append(callback_of(trainer).controller.sizes)
+    bits = [8e6 * sizes.mb - found[0].quantized * width for sizes, width in zip(found, (3, 4, 8), strict=True)]
+    assert bits == pytest.approx(bits[:1] * 3)
+    # They are no more precise.
+    assert {sizes.layer_bits for sizes in found} == {3.0}

@@ -14,6 +14,7 @@ import torch
 import transformers as hf
 from datasets import Dataset
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 from sentences import SMALL, TEXTS, body, encoder
 
 from moq_hf import (
@@ -26,6 +27,8 @@ from moq_hf import (
     save_quantized,
     verify_quantized,
 )
+from moq_hf.config import MoQConfig
+from moq_hf.memory import plan_of_model
 from moq_hf.model.convert import quant_layers
 
 library = pytest.importorskip("sentence_transformers")
@@ -92,7 +95,7 @@ def train(
         eval_strategy="no" if evaluator is None else "steps",
         eval_steps=3,
     )
-    callback = MoQCallback(**{**FOUR, **more})
+    callback = MoQCallback(**{**({} if "config" in more else FOUR), **more})
     data = Dataset.from_dict(columns)
     trainer = getattr(library, f"{kind}Trainer")(
         model, arguments, data, loss=loss, evaluator=evaluator, callbacks=[callback]
@@ -132,6 +135,29 @@ def test_losses_of_an_encoder(name: str, tmp_path: Path, alone: Any) -> None:
         "config_sentence_transformers.json",
     }
     assert np.array_equal(alone("SentenceTransformer", folder), answers("SentenceTransformer", model))
+
+
+@noisy
+@pytest.mark.parametrize("bits", [4, 2])
+def test_a_preset_gives_the_bits_of_its_name(bits: int, tmp_path: Path, alone: Any) -> None:
+    """All codes of the file have one width, so that tables of 8 bits would give it to the layers too."""
+    model = encoder(tmp_path)
+    model.save(str(tmp_path / "float"))
+    pairs = {"one": TEXTS, "two": TEXTS[::-1]}
+    loss = losses.MultipleNegativesRankingLoss(model)
+    callback = train("SentenceTransformer", model, tmp_path / "run", pairs, loss, config=f"w{bits}")
+    folder = check_delivered(callback, "SentenceTransformer", model)
+    found = verify_quantized(folder)
+    assert {(layer.stored, layer.bits) for layer in found.layers.values()} == {("packed", bits)}
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    assert {group["weights"]["num_bits"] for group in config["config_groups"].values()} == {bits}
+    assert np.array_equal(alone("SentenceTransformer", folder), answers("SentenceTransformer", model))
+    # The size that was told of in training, and that is told before, but for the shapes of packed weights.
+    stored = sum(t.nbytes for n, t in load_file(folder / "model.safetensors").items() if not n.endswith("shape"))
+    assert callback.controller.sizes.mb == pytest.approx(stored / 1e6)
+    planned = plan_of_model(str(tmp_path / "float"), MoQConfig.load(f"w{bits}"), 3)
+    assert f"3 embedding tables to {bits} bits" in planned
+    assert f"delivered: {callback.controller.sizes.mb:,.1f} MB" in planned
 
 
 @noisy
