@@ -502,8 +502,8 @@ class ConfigFields:
         key(
             "bits of embedding tables, one scale per row unless they have fewer than 8 and `quantize_group_size`, and "
             "of output heads that share one; null leaves them alone; "
-            "`auto`: 8 where the model is an encoder and `serve` names neither vllm nor sglang, and the bits of the "
-            "layers where 8 would widen all codes of its file",
+            "`auto`: 8, or the layers' bits where 8 would widen all codes, if the model is an encoder and `serve` "
+            "names neither vllm nor sglang",
             "quantize_embeddings",
         ),
     ] = None

@@ -12,7 +12,8 @@ from typing import Any
 from moq_hf.config_reading import by_section, key_schemas, keyword_paths, legal, schema_of_fields
 from moq_hf.text import markdown_table
 
-SCHEMA = Path("moq_hf/presets/moq.schema.json")
+# Beside the files that name it, in the wheel and here.
+SCHEMAS = (Path("moq_hf/presets/moq.schema.json"), Path("configs/moq.schema.json"))
 PAGE = Path("docs/reference/config.md")
 
 
@@ -44,7 +45,7 @@ def with_keywords(properties: Iterable[str]) -> dict[str, Any]:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a file; `moq_hf/presets/moq.schema.json` holds it for editors.
+    """The JSON Schema (draft 2020-12) of a file; `moq.schema.json` holds it for editors.
 
     >>> json_schema()["$defs"]["block"]["properties"]["quantize_group_size"]["default"] is None
     True
@@ -85,7 +86,8 @@ def json_schema() -> dict[str, Any]:
 
 def main() -> None:
     """Write both."""
-    SCHEMA.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
+    for path in SCHEMAS:
+        path.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
     text = PAGE.read_text(encoding="utf-8")
     table = key_table() + "\n"
     PAGE.write_text(re.sub(r"(?s)(?<=<!-- keys -->\n).*(?=<!-- end)", lambda _: table, text), encoding="utf-8")

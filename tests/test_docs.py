@@ -285,13 +285,13 @@ def arguments_of(path: str) -> dict[str, object]:
 def test_the_schema_and_the_table_of_keys_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / config_reference.PAGE).read_text(encoding="utf-8")
     assert page.count("<!-- keys -->\n") == page.count("<!-- end of keys -->\n") == 1
-    for path in (config_reference.PAGE, config_reference.SCHEMA):
+    for path in (config_reference.PAGE, *config_reference.SCHEMAS):
         (tmp_path / path).parent.mkdir(parents=True)
     table = config_reference.key_table()
     (tmp_path / config_reference.PAGE).write_text(page.replace(table, "| stale |"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     config_reference.main()
-    for path in (config_reference.PAGE, config_reference.SCHEMA):
+    for path in (config_reference.PAGE, *config_reference.SCHEMAS):
         renew = "renew it, at the root of the repository, with: python scripts/config_reference.py"
         assert (ROOT / path).read_text(encoding="utf-8") == (tmp_path / path).read_text(encoding="utf-8"), renew
 

@@ -253,7 +253,7 @@ def arrival(
     """
     who = f"All {len(bits)} blocks" if len(bits) > 1 else "The one block"
     found = set(bits.values())
-    target = "their targets" if len(found) > 1 else f"{found.pop()} bits"
+    target = "their targets" if len(found) > 1 else counted(found.pop(), "bit")
     last = max((switch.step for switch in history), default=0)
     plan = f"planned by step {max(planned):,}"
     if min(planned) <= last <= max(planned):
