@@ -30,7 +30,7 @@ import transformers as hf
 from model_zoo import Stranger
 
 import moq_hf
-from moq_hf import MoQCallback, dequantize_model, quantize_model, verify_quantized
+from moq_hf import MoQCallback, dequantize_model, verify_quantized
 
 PROMPT = [7, 8, 9, 10]
 NEW_TOKENS = 24
@@ -268,15 +268,16 @@ def llmcompressor(stranger: Stranger) -> str:
 
 
 def axolotl(stranger: Stranger) -> str:
-    """`axolotl train`, with the plugin named in its YAML."""
-    from axolotl.cli.train import do_cli
+    """What `axolotl train` does, with the plugin named in its YAML."""
+    from axolotl.cli.config import load_cfg
+    from axolotl.common.datasets import load_datasets
+    from axolotl.train import train
 
     pretrained()
     sentences().to_json("texts.jsonl")
     Path("run.yml").write_text(AXOLOTL, encoding="utf-8")
-    do_cli("run.yml")
-    # Beside it are the float weights that axolotl saves.
-    model = quantize_model(hf.AutoModelForCausalLM.from_pretrained("out"), "lm-w4")
+    settings = load_cfg("run.yml")
+    model, _, _ = train(cfg=settings, dataset_meta=load_datasets(cfg=settings))
     folder = Path("out", "quantized").resolve()
     verify_quantized(folder, model)
     loads(model, folder, stranger)

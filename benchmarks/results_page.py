@@ -674,16 +674,16 @@ def versions() -> list[list[Any]]:
 def neighbors() -> list[list[Any]]:
     """The wheel beside other libraries, and what the two did together."""
     found: list[list[Any]] = [["beside", "transformers", "compressed-tensors", "trained, delivered, loaded", "and"]]
-    for row in document("neighbors")["neighbors"]:
+    for name, row in document("neighbors")["neighbors"].items():
         basics = row["uses"]["basics"]
-        bad = [name for name, said in basics.items() if said.startswith("error")]
+        bad = [case for case, said in basics.items() if said.startswith("error")]
         all_but = f"all but {', '.join(bad)}" if bad else "all"
-        more = [said for name, said in row["uses"].items() if name != "basics"]
+        more = [said for use, said in row["uses"].items() if use != "basics"]
         if row["needs_cuda"]:
             more = ["pip installs both; it needs CUDA and was not run, its versions were"]
         versions = row["versions"]
         numbers = [versions["transformers"], versions["compressed-tensors"]]
-        found.append([row["beside"], *numbers, all_but, "; ".join(more)])
+        found.append([name, *numbers, all_but, "; ".join(more)])
     return found
 
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from model_zoo import Stranger, inputs_of, new_model
 from moq_hf import quantize_model, save_quantized
 from moq_hf.model.convert import quant_layers
 
+RESULT = Path("benchmarks/results/neighbors.json")
 # The least of each layout and those before it, with some between; the last one is the newest that there was.
 TRANSFORMERS = ("5.0.0", "5.8.1", "5.14.1", "5.15.0", "5.16.1", "5.22.2", "5.23.0", "5.24.0")
 BASE: dict[str, Any] = {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
@@ -258,16 +259,17 @@ def environments(place: Path, pythons: list[str], least_torch: bool) -> list[dic
     return found
 
 
-def neighbors(place: Path) -> list[dict[str, Any]]:
-    """The wheel beside each library: what pip makes of the two, and what they do together.
+def neighbors(place: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The wheel beside each of these libraries: what pip makes of the two, and what they do together.
 
     Where an environment is there already, pip adds the wheel and what is missing, and changes nothing.
     """
     wheel = str(built(place))
-    found = []
-    for name, neighbor in NEIGHBORS.items():
+    found = {}
+    for name in names:
+        neighbor = NEIGHBORS[name]
         packages = neighbor.packages or least()
-        row: dict[str, Any] = {"beside": name, "packages": packages, "needs_cuda": neighbor.needs_cuda}
+        row: dict[str, Any] = {"packages": packages, "needs_cuda": neighbor.needs_cuda}
         if neighbor.needs_cuda:
             row["resolved"] = resolved(place, *packages, wheel)
             pair = {library: row["resolved"][library] for library in ("transformers", "compressed-tensors")}
@@ -284,8 +286,8 @@ def neighbors(place: Path) -> list[dict[str, Any]]:
         uses = [str(ROOT / "benchmarks" / "neighbor_uses.py"), "basics", *neighbor.uses]
         said = tried(python, "-P", *uses, path=ROOT / "tests" / "helpers")
         row["uses"] = dict(json.loads(line) for line in re.findall(r"(?m)^RESULT (.*)$", said))
-        found.append(row)
-        print(row, flush=True)
+        found[name] = row
+        print(name, row, flush=True)
     return found
 
 
@@ -347,7 +349,7 @@ def main() -> None:
     parser.add_argument("--least_torch", action="store_true", help="install the least torch too, not this one's")
     parser.add_argument("--place", type=Path, help="keep the environments here, and take those that are here already")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/versions.json"))
-    parser.add_argument("--neighbors_out", type=Path, default=Path("benchmarks/results/neighbors.json"))
+    parser.add_argument("--beside", nargs="+", choices=NEIGHBORS, default=[*NEIGHBORS], help="these neighbors alone")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -359,7 +361,12 @@ def main() -> None:
         if "environments" in args.parts:
             before["environments"] = environments(place, args.pythons, args.least_torch)
         if "neighbors" in args.parts:
-            write({"neighbors": neighbors(place), **environment()}, args.neighbors_out)
+            kept = json.loads(RESULT.read_text(encoding="utf-8"))["neighbors"] if RESULT.exists() else {}
+            tried_now = {**kept, **neighbors(place, args.beside)}
+            write(
+                {"neighbors": {name: tried_now[name] for name in NEIGHBORS if name in tried_now}, **environment()},
+                RESULT,
+            )
     if {"folders", "environments"} & {*args.parts}:
         write({**before, **environment("compressed_tensors")}, args.out)
 

@@ -57,14 +57,14 @@ def test_every_file_of_results_is_used() -> None:
 
 
 def test_what_was_tried_beside_other_libraries_works() -> None:
-    for row in result("neighbors")["neighbors"]:
+    for beside, row in result("neighbors")["neighbors"].items():
         basics = row["uses"]["basics"]
         # What compressed-tensors packs from 0.18 on.
         is_old = row["versions"]["compressed-tensors"].startswith("0.17.")
         failed = {name for name, layout in basics.items() if layout != "packed"}
-        assert failed == ({"BERT, 3 bits"} if is_old else set()), row["beside"]
+        assert failed == ({"BERT, 3 bits"} if is_old else set()), beside
         assert [said for name, said in row["uses"].items() if name != "basics" and said.startswith("error")] == []
-        assert row["conflicts"] == [], row["beside"]
+        assert row["conflicts"] == [], beside
         for library in ("transformers", "compressed-tensors") if row["needs_cuda"] else ():
             assert row["versions"][library] == row["resolved"][library]
 
