@@ -30,6 +30,7 @@ PAGES = (
     *sorted((ROOT / "docs" / "results").glob("*.md")),
     ROOT / "docs" / "guide" / "embeddings.md",
     ROOT / "docs" / "reference" / "formats.md",
+    ROOT / "docs" / "reference" / "support.md",
 )
 
 
@@ -671,6 +672,22 @@ def versions() -> list[list[Any]]:
     return found
 
 
+def neighbors() -> list[list[Any]]:
+    """The wheel beside other libraries, and what the two did together."""
+    found: list[list[Any]] = [["beside", "transformers", "compressed-tensors", "trained, delivered, loaded", "and"]]
+    for name, row in document("neighbors")["neighbors"].items():
+        basics = row["uses"]["basics"]
+        bad = [case for case, said in basics.items() if said.startswith("error")]
+        all_but = f"all but {', '.join(bad)}" if bad else "all"
+        more = [said for use, said in row["uses"].items() if use != "basics"]
+        if row["needs_cuda"]:
+            more = ["pip installs both; it needs CUDA and was not run, its versions were"]
+        versions = row["versions"]
+        numbers = [versions["transformers"], versions["compressed-tensors"]]
+        found.append([name, *numbers, all_but, "; ".join(more)])
+    return found
+
+
 TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "first page": first_page,
     "equal steps": equal_steps,
@@ -692,6 +709,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "embedding models": embedding_models,
     "reliability": reliability,
     "versions": versions,
+    "neighbors": neighbors,
 }
 
 

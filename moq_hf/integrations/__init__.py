@@ -1,0 +1,1 @@
+"""Doors of other programs, which load one of these modules by its name."""
