@@ -20,7 +20,7 @@ from glue_plans import MORE_GRIDS
 from lines import Lines
 from report_study import FLOAT, LONG, LONG_RATES, TASKS, Ways, average, interval, paired, scores, spread
 
-from moq_hf.formats.table import NEEDS
+from moq_hf.formats.table import LAYOUTS
 from moq_hf.text import markdown_table
 
 ROOT = Path(__file__).parents[1]
@@ -660,7 +660,8 @@ def versions() -> list[list[Any]]:
     """What versions of transformers make of folders of each layout."""
     folders = document("versions")["folders"]
     found: list[list[Any]] = [["layout", "needs transformers", *folders[0]["answers"]]]
-    for layout, needs in NEEDS.items():
+    for layout, spec in LAYOUTS.items():
+        needs = spec.needs
         own = [folder["answers"] for folder in folders if folder["layout"] == layout]
         if not own:
             # A form that only stands where it is asked for.

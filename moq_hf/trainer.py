@@ -33,6 +33,7 @@ from .seams.transformers import (
     checkpoint_folder,
     prepared_inputs,
     save_training_args,
+    undivided_steps,
 )
 from .training.checkpoints import (
     STATE_FILE,
@@ -172,7 +173,7 @@ class MoQTrainer(Trainer):
         self._parts: dict[str, Any] = Counter()
         super().__init__(*args, **{**kwargs, "callbacks": callbacks})
         # How this Trainer has it without a teacher.
-        self._scaled_for_ga = self.loss_is_scaled_for_ga
+        self._scaled_for_ga = getattr(self, "loss_is_scaled_for_ga", None)
         self.float_phase: FloatPhase | None = None
         if share is not None and config is not None:
             self.float_phase = FloatPhase(self, share, self._student)
@@ -475,6 +476,7 @@ class MoQTrainer(Trainer):
             )
         if teacher is not None:
             loss = sum(weighted(parts, config).values())
+            loss = loss / undivided_steps(self, num_items_in_batch)
             # Under DataParallel the task's own has a value for each device.
             values = torch.stack([part.detach().mean() for part in parts.values()])
             # Here and not for the log, which a Trainer may leave to one process.

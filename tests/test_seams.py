@@ -457,3 +457,14 @@ def test_nothing_private_is_overridden_unlisted(cls: type) -> None:
         theirs = [base for base in ours.__mro__ if not base.__module__.startswith("moq_hf.")]
         both = {name for name in vars(ours) if private(name) for base in theirs if name in vars(base)}
         assert both <= {path.rpartition(".")[2] for path in OVERRIDDEN}, ours
+
+
+@pytest.mark.parametrize(("accepts", "count", "steps"), [(True, 8, 4), (True, None, 1), (False, 8, 1)])
+def test_undivided_steps(accepts: bool, count: int | None, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer: Any = SimpleNamespace(
+        model_accepts_loss_kwargs=accepts, compute_loss_func=None, current_gradient_accumulation_steps=4
+    )
+    monkeypatch.setattr(hf.Trainer, "loss_is_scaled_for_ga", None, raising=False)
+    assert seams.undivided_steps(trainer, count) == 1
+    monkeypatch.delattr(hf.Trainer, "loss_is_scaled_for_ga")
+    assert seams.undivided_steps(trainer, count) == steps

@@ -55,7 +55,7 @@ def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
 
     Those are 0 where nothing is rounded.
     """
-    width = next(width for width in (2, 4, 8) if spec.width <= width)
+    width = next(width for width in (2, 4, 8) if max(spec.bits, spec.width) <= width)
     own = replace(spec, width=width, inputs=None)
     # The codes themselves: a scale of a binary row may be 0, which nothing divides by.
     ones = values._replace(scale=torch.ones_like(values.scale))

@@ -1,6 +1,7 @@
 """Which forms of delivery there are, and which may stand in one folder."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from types import ModuleType
 from typing import Literal
@@ -23,7 +24,38 @@ FORMS: dict[Form, ModuleType] = {
     "mxfp4": mxfp4,
 }
 
-# The forms that may stand in one folder. "packed" is what servers take: the modules hold packed weights after
+
+@dataclass(frozen=True)
+class LayoutSpec:
+    """How the weights of a folder lie.
+
+    Attributes:
+        forms: Those that may stand in it, of which a layer takes the first that fits.
+        needs: The least versions that load every folder as it was evaluated. They were
+            tried, with the versions before them (`benchmarks/versions.py`); "gemma" and
+            "mxfp4" with 5.23.0 alone. Older ones load some models all the same, and end
+            with an error on others.
+        method: What `quantization_config` calls its `quant_method`.
+        has_inputs: Whether the files can say how inputs are rounded, and keep scales of
+            half precision.
+        stays: Why it has no codes for a layer that could be packed.
+        delivered: How, in words, what comes in it is delivered.
+    """
+
+    forms: tuple[Form, ...]
+    needs: Mapping[str, str]
+    method: str = "compressed-tensors"
+    has_inputs: bool = False
+    stays: str = ""
+    delivered: str = "packed"
+
+    @property
+    def has_own_method(self) -> bool:
+        """Whether transformers loads it by another library than compressed-tensors."""
+        return self.method != "compressed-tensors"
+
+
+# "packed" is what servers take: the modules hold packed weights after
 # loading, and the model's first forward pass unpacks them. It does not fit models whose `_init_weights` reaches into
 # other weights (T5), nor those whose parts are called by themselves (the encoder by `generate` of BART, the towers of
 # CLIP). Nor can transformers load packed zero points so, which is how servers take asymmetric grids. These models are
@@ -31,23 +63,37 @@ FORMS: dict[Form, ModuleType] = {
 # largest layer has. Where neither computes what the model did, the layout is "floats": ordinary weights on their
 # grid. "gemma" is written where it is asked for alone: plain transformers keeps such weights packed, and no server
 # takes them. "mxfp4" is of GPT-OSS whose experts are all in MXFP4.
-LAYOUTS: dict[Layout, tuple[Form, ...]] = {
-    "packed": ("packed", "int8", "dense"),
-    "unpacked": ("packed", "dense"),
-    "floats": ("dense",),
-    "gemma": ("gemma", "dense"),
-    "mxfp4": ("mxfp4", "dense"),
-}
-
-# The least versions that load every folder of a layout as it was evaluated. They were tried, with the versions before
-# them (`benchmarks/versions.py`); "gemma" and "mxfp4" with 5.23.0 alone. Older ones load some models all the same,
-# and end with an error on others.
-NEEDS: dict[Layout, dict[str, str]] = {
-    "packed": {"transformers": "5.15.0", "compressed-tensors": "0.17.0"},
-    "unpacked": {"transformers": "5.23.0", "compressed-tensors": "0.18.0"},
-    "floats": {"transformers": "5.0.0"},
-    "gemma": {"transformers": "5.23.0"},
-    "mxfp4": {"transformers": "5.23.0"},
+LAYOUTS: dict[Layout, LayoutSpec] = {
+    "packed": LayoutSpec(
+        forms=("packed", "int8", "dense"),
+        needs={"transformers": "5.15.0", "compressed-tensors": "0.17.0"},
+        has_inputs=True,
+    ),
+    "unpacked": LayoutSpec(
+        forms=("packed", "dense"),
+        needs={"transformers": "5.23.0", "compressed-tensors": "0.18.0"},
+        delivered="unpacked while loading",
+    ),
+    "floats": LayoutSpec(
+        forms=("dense",),
+        needs={"transformers": "5.0.0"},
+        stays="the layout floats has no codes",
+    ),
+    "gemma": LayoutSpec(
+        forms=("gemma", "dense"),
+        needs={"transformers": "5.23.0"},
+        method="gemma",
+        has_inputs=True,
+        stays="the layout gemma has no codes for convolutions, experts, tied tables and what transformers keeps in "
+        "float32",
+    ),
+    "mxfp4": LayoutSpec(
+        forms=("mxfp4", "dense"),
+        needs={"transformers": "5.23.0"},
+        method="mxfp4",
+        stays="the layout mxfp4 has codes for experts alone",
+        delivered="as OpenAI's own checkpoints are",
+    ),
 }
 
 # The same of folders whose codes are floats: no others were tried.
@@ -75,7 +121,7 @@ def needs_of(
     """
     if is_fp4 and layout != "mxfp4":
         return FP4_NEEDS
-    needs = dict(NEEDS[layout])
+    needs = dict(LAYOUTS[layout].needs)
     library = "compressed-tensors"
     if library in needs and any(map(has_gaps, widths)):
         needs[library] = max(needs[library], GAPLESS, key=Version)
@@ -112,7 +158,7 @@ def lacking(needs: Mapping[str, str]) -> str:
 
 def form_of(spec: EncodeSpec, layout: Layout) -> Form:
     """The first form of a layout that fits a layer; floats fit every layer."""
-    return next(name for name in LAYOUTS[layout] if FORMS[name].fits(spec))
+    return next(name for name in LAYOUTS[layout].forms if FORMS[name].fits(spec))
 
 
 def at_full_size(reasons: Mapping[str, Sequence[str]], count: int) -> str:

@@ -19,7 +19,7 @@ from ..formats import mxfp4, pack_quantized
 from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
 from ..formats.table import (
     FORMS,
-    NEEDS,
+    LAYOUTS,
     TAKEN_APART,
     Layout,
     at_full_size,
@@ -40,11 +40,6 @@ from ..weight_matrix import is_experts
 from .inventory import Inventory, is_convolution
 
 TABLE = "embedding table"
-# How the layouts that need more than `packed` are delivered, in words.
-_AS: dict[Layout, str] = {
-    "unpacked": "unpacked while loading",
-    "mxfp4": "as OpenAI's own checkpoints are",
-}
 # Length of safetensors' names of dtypes that are not three letters long.
 _LETTERS = {torch.bfloat16: 4, torch.bool: 4, torch.int8: 2, torch.uint8: 2}
 
@@ -251,7 +246,7 @@ class ModelSizes:
             for at in packed
         }
         layout: Layout = "packed"
-        if lacking(NEEDS["unpacked"]) and self.is_unpacked:
+        if lacking(LAYOUTS["unpacked"].needs) and self.is_unpacked:
             layout = "unpacked"
         if specs["mxfp4"]:
             layout = "mxfp4"
@@ -261,7 +256,7 @@ class ModelSizes:
             return None
         ways = ["install that"]
         if layout != "packed":
-            what = f"{type(pretrained(self._inventory.model)).__name__} is delivered {_AS[layout]}"
+            what = f"{type(pretrained(self._inventory.model)).__name__} is delivered {LAYOUTS[layout].delivered}"
             if self._inventory.adapters and not self._inventory.merged:
                 ways.append('set "lora": "merged"')
         elif is_fp4:

@@ -12,7 +12,7 @@ from transformers.training_args import OptimizerNames
 
 from ..config import MoQConfig
 from ..errors import read_json
-from ..formats.table import has_codes
+from ..formats.table import LAYOUTS, Layout, has_codes
 from ..lora import is_merged
 from ..names import without_peft
 from ..schedule import FLOAT_BITS
@@ -236,8 +236,8 @@ def _made(saved: Verification) -> str:
 
 def _format(saved: Verification) -> str:
     """What loads the packed weights, which is the name of a tag."""
-    layout = str(saved.state["layout"])
-    return layout if layout in ("gemma", "mxfp4") else "compressed-tensors"
+    layout: Layout = saved.state["layout"]
+    return LAYOUTS[layout].method
 
 
 def _inputs(saved: Verification) -> str:

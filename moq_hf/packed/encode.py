@@ -30,6 +30,7 @@ from ..formats.stored import (
 )
 from ..formats.table import (
     FORMS,
+    LAYOUTS,
     TAKEN_APART,
     Layout,
     form_of,
@@ -55,17 +56,8 @@ from ..weight_matrix import from_rows, is_experts, parameter_of, to_rows
 _Value = TypeVar("_Value")
 # The config group of packed experts.
 _EXPERTS = "experts"
-# Layouts whose files can say how inputs are rounded, and keep scales of half precision.
-_WITH_INPUTS = ("packed", "gemma")
 # Whatever stands before, and between two parts of a name.
 _ANY = r"(?:.*\.)?"
-# Why a layout has no codes for a layer that could be packed.
-_STAYS: dict[Layout, str] = {
-    "gemma": "the layout gemma has no codes for convolutions, experts, tied tables and what transformers keeps in "
-    "float32",
-    "mxfp4": "the layout mxfp4 has codes for experts alone",
-    "floats": "the layout floats has no codes",
-}
 # What the files call the matrix of an expert.
 _MATRIX = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
 
@@ -134,7 +126,7 @@ class Encoder:
             name: self._spec(model, name, layer, shared)
             for name, layer in layers.items()
         }
-        self.rounds_inputs = layout in _WITH_INPUTS and self._round_inputs()
+        self.rounds_inputs = LAYOUTS[layout].has_inputs and self._round_inputs()
         self.forms = {name: self._form(name) for name in layers}
         specs = self._specs
         unfit = [
@@ -303,7 +295,7 @@ class Encoder:
         fault = None if spec.in_float else pack_quantized.misfit(spec)
         if fault is None and self.layout == "floats" and takes_apart(self._model, ()):
             return TAKEN_APART
-        return fault or _STAYS[self.layout]
+        return fault or LAYOUTS[self.layout].stays
 
     def store(self, name: str, saved: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The tensors that the files hold of a layer's weight, by name.

@@ -82,8 +82,6 @@ from .verify import Verification, verify_quantized
 
 logger = logging.getLogger(__name__)
 _CARD = "README.md"
-# Layouts that transformers loads by another library than compressed-tensors.
-_OWN_METHODS = ("gemma", "mxfp4")
 # What tells a card of moq_hf's from any other one.
 _MARK = b"Mixture-of-Quantization (moq_hf)"
 # What would make transformers load an older model, or put its adapters, into a new one.
@@ -681,7 +679,9 @@ class _Saving:
             "layout": encoder.layout,
             "needs": encoder.needs,
             # Where no config holds them.
-            "groups": encoder.groups if encoder.layout in _OWN_METHODS else None,
+            "groups": encoder.groups
+            if LAYOUTS[encoder.layout].has_own_method
+            else None,
             "reason": by_hand and without_paths(by_hand),
             # Until the files were compared.
             "proof": None,
@@ -771,7 +771,7 @@ def _write_packed_files(
     if config is None:
         return
     path = folder / CONFIG
-    if encoder.layout not in _OWN_METHODS:
+    if not LAYOUTS[encoder.layout].has_own_method:
         write_packing_config(folder, config)
     document = read_json(path)
     document.setdefault("quantization_config", config)

@@ -234,6 +234,29 @@ def average_loss(trainer: transformers.Trainer) -> None:
     trainer.model_accepts_loss_kwargs = False
 
 
+def undivided_steps(trainer: transformers.Trainer, count: Tensor | int | None) -> int:
+    """By how many accumulation steps a loss that is a mean must still be divided: 1 where the Trainer does it.
+
+    Newer Trainers are told what a loss is by `loss_is_scaled_for_ga`; others take it
+    for divided where there is a number of items to divide by, or a loss of the user's.
+
+    Args:
+        trainer: In training.
+        count: The number of items that it hands to `compute_loss`.
+
+    Relies on: `Trainer.training_step`, and `current_gradient_accumulation_steps`.
+    Breaks: With transformers 5.16 the loss with a teacher would be multiplied by the
+    accumulation steps.
+    """
+    takes_for_divided = (
+        trainer.model_accepts_loss_kwargs and count is not None
+    ) or trainer.compute_loss_func is not None
+    if hasattr(transformers.Trainer, "loss_is_scaled_for_ga") or not takes_for_divided:
+        return 1
+    # Set once an epoch has begun.
+    return int(getattr(trainer, "current_gradient_accumulation_steps", 1))
+
+
 # What accelerate makes of optimizer and model.
 
 

@@ -28,6 +28,13 @@ SOUND = {
     "mask_time_prob": 0.0, "layerdrop": 0.0,
 }  # fmt: skip
 PICTURE = {**SIZES, "image_size": 16, "patch_size": 8}
+# The token that stands for a part of a picture.
+IMAGE = 59
+SEEING = {
+    **TEXT, **ENDS, "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+}  # fmt: skip
+TOKENS = {"image_token_id": IMAGE, "video_token_id": 58, "vision_start_token_id": 57, "vision_end_token_id": 56}
 BOTH = {
     **ENDS, "vocab_size": WORDS, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_start_token_id": 2,
@@ -56,16 +63,32 @@ def pictures(side: int = 16) -> dict[str, Any]:
     return {"pixel_values": torch.randn(4, 3, side, side)}
 
 
+def seen(count: int, **picture: torch.Tensor) -> dict[str, Any]:
+    """Sentences in which this many tokens stand for a picture."""
+    batch = words()
+    batch["input_ids"][batch["input_ids"] == IMAGE] = 3
+    batch["input_ids"][:, 1 : 1 + count] = IMAGE
+    return {**batch, "labels": batch["input_ids"].clone(), **picture}
+
+
+def patches() -> dict[str, Any]:
+    """Sentences with pictures of four patches, as Qwen's processors cut them."""
+    grid = torch.tensor([[1, 2, 2]] * 4)
+    batch = seen(1, pixel_values=torch.randn(4, 4, 2 * 3 * 8 * 8), image_grid_thw=grid)
+    return {**batch, "mm_token_type_ids": (batch["input_ids"] == IMAGE).long()}
+
+
 HEAD = ["model", "layers quantized", "share", "left in float", "delivered", *support.COLUMNS]
 
 
 class Family(NamedTuple):
-    """One family: class, config, batch, and whether its convolutions are quantized too."""
+    """One family: class, config, batch, whether its convolutions are quantized too, and the part left in float."""
 
     kind: Any
     config: Callable[[], Any]
     batch: Callable[[], dict[str, Any]]
     convolutions: bool = False
+    tower: str | None = None
 
 
 WITH = ", with convolutions"
@@ -172,12 +195,67 @@ FAMILIES = {
         t.ViTForImageClassification, lambda: t.ViTConfig(**PICTURE), lambda: classes(pictures()), True
     ),
 }  # fmt: skip
+# Language models that see: these alone are quantized, and what sees is left in float by one name.
+FAMILIES |= {
+    "LLaVA": Family(
+        t.LlavaForConditionalGeneration,
+        lambda: t.LlavaConfig(
+            text_config=t.LlamaConfig(**TEXT, **ENDS), vision_config=t.CLIPVisionConfig(**PICTURE),
+            image_token_index=IMAGE, vision_feature_layer=-1,
+        ),
+        lambda: seen(4, **pictures()), tower="vision_tower",
+    ),
+    "Qwen2-VL": Family(
+        t.Qwen2VLForConditionalGeneration,
+        lambda: t.Qwen2VLConfig(
+            text_config=SEEING,
+            vision_config={
+                "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 8, "mlp_ratio": 2
+            },
+            **TOKENS,
+        ),
+        patches, tower="visual",
+    ),
+    "Qwen2.5-VL": Family(
+        t.Qwen2_5_VLForConditionalGeneration,
+        lambda: t.Qwen2_5_VLConfig(
+            text_config=SEEING,
+            vision_config={
+                "depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "patch_size": 8,
+                "intermediate_size": 64, "window_size": 16, "fullatt_block_indexes": [1],
+            },
+            **TOKENS,
+        ),
+        patches, tower="visual",
+    ),
+    "Gemma 3": Family(
+        t.Gemma3ForConditionalGeneration,
+        lambda: t.Gemma3Config(
+            text_config=t.Gemma3TextConfig(**TEXT, **ENDS, num_key_value_heads=2, head_dim=8),
+            vision_config=t.SiglipVisionConfig(**PICTURE), image_token_index=IMAGE, mm_tokens_per_image=4,
+        ),
+        lambda: {
+            **(batch := seen(4, **pictures())), "token_type_ids": (batch["input_ids"] == IMAGE).long()
+        },
+        tower="vision_tower",
+    ),
+    "SmolVLM": Family(
+        t.SmolVLMForConditionalGeneration,
+        lambda: t.SmolVLMConfig(
+            text_config=t.LlamaConfig(**TEXT, **ENDS), vision_config=t.SmolVLMVisionConfig(**PICTURE),
+            image_token_id=IMAGE, scale_factor=2, pad_token_id=0,
+        ),
+        lambda: seen(1, pixel_values=torch.randn(4, 1, 3, 16, 16)), tower="vision_model",
+    ),
+}  # fmt: skip
 FAMILIES |= {f"{name}{WITH}": FAMILIES[name]._replace(convolutions=True) for name in ("Wav2Vec2", "Whisper")}
 
 
-def cells(found: Outcome) -> list[str]:
+def cells(name: str, found: Outcome) -> list[str]:
     """What its row in docs/reference/support.md has of a family."""
-    heads = ", ".join(f"`{head}`" for head in found.in_float)
+    tower = FAMILIES[name].tower
+    parts = (tower if tower in layer.split(".") else layer for layer in found.in_float)
+    heads = ", ".join(f"`{part}`" for part in dict.fromkeys(parts))
     return [found.cell(), f"{100 * found.share:.0f} %", heads, found.layout]
 
 
@@ -185,7 +263,8 @@ def served(name: str) -> list[str]:
     """Its cells for the servers."""
     family = FAMILIES[name]
     model = family.kind(family.config())
-    return [support.answer(model, server, family.convolutions) for server in support.COLUMNS.values()]
+    kept = family.tower
+    return [support.answer(model, server, family.convolutions, kept) for server in support.COLUMNS.values()]
 
 
 def outcome(name: str, folder: Path, stranger: Stranger) -> Outcome:
@@ -200,6 +279,8 @@ def outcome(name: str, folder: Path, stranger: Stranger) -> Outcome:
         return {k: torch.stack([i[k] for i in items]) if torch.is_tensor(items[0][k]) else items[0][k] for k in batch}
 
     config = {**CONFIG, "quantize_groups": "per_channel", "quantize_convolutions": family.convolutions}
+    if family.tower is not None:
+        config["modules_to_not_convert"] = [family.tower]
     callback = MoQCallback(config)
     trainer = Trainer(model, arguments(folder, remove_unused_columns=False), collate, rows, callbacks=[callback])
     inputs = {key: tensor for key, tensor in batch.items() if torch.is_tensor(tensor)}
@@ -214,7 +295,7 @@ def main() -> int:
     for name in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             found = outcome(name, Path(folder), stranger)
-        rows.append([name, *cells(found), *served(name)])
+        rows.append([name, *cells(name, found), *served(name)])
         if found.reply.get("equal") is not True:
             bad += 1
             print(f"{name}: {found.reply}")

@@ -24,23 +24,24 @@ NOT_TRIED = "-"
 ROWS = FEATURES = 256
 
 
-def config_of(convolutions: bool = False) -> MoQConfig:
+def config_of(convolutions: bool = False, kept: str | None = None) -> MoQConfig:
     """4 bits, one scale per channel: what every server takes of a linear layer."""
     return MoQConfig.from_dict(
         {
             "quantize_bits": {"start_bits": 4, "target_bits": 4},
             "quantize_groups": "per_channel",
             "quantize_convolutions": convolutions,
+            "modules_to_not_convert": None if kept is None else [kept],
         }
     )
 
 
-def answer(model: nn.Module, server: Server, convolutions: bool = False) -> str:
+def answer(model: nn.Module, server: Server, convolutions: bool = False, kept: str | None = None) -> str:
     """What a server says of the family: "yes", "no" or `NOT_TRIED`.
 
     Layers that it takes as floats alone count as floats: a user names them in `modules_to_not_convert`.
     """
-    config = config_of(convolutions)
+    config = config_of(convolutions, kept)
     found = describe(take_inventory(model, config), config, 4)
     architecture = found.architecture
     weights = {

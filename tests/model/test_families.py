@@ -19,7 +19,7 @@ def test_what_was_evaluated_is_what_loads(name: str, tmp_path: Path, stranger: S
     assert found.proof.largest_difference == 0.0 or name in ROUNDED
     assert found.losses[-1] < found.losses[0]
     renewed = "renew docs/reference/support.md, at the root of the repository, with: python tests/helpers/families.py"
-    assert support.rows_of("families")[name][1:5] == cells(found), renewed
+    assert support.rows_of("families")[name][1:5] == cells(name, found), renewed
 
 
 def test_the_page_has_who_serves_them() -> None:

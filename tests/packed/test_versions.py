@@ -18,7 +18,7 @@ from tiny_runs import callback_of, moq, stock
 from moq_hf import MoQConfig, MoQError, quantize_model, save_quantized, verify_quantized
 from moq_hf.export.floats import export_floats
 from moq_hf.formats import table
-from moq_hf.formats.table import LAYOUTS, NEEDS
+from moq_hf.formats.table import LAYOUTS
 
 FOUR: dict[str, Any] = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": "per_channel"}
 BESIDE = "config.5.15.0.json"
@@ -55,7 +55,7 @@ def test_a_folder_says_what_it_needs(
 ) -> None:
     model = quantize_model(model_of(family), FOUR)
     save_quantized(model, tmp_path, layout=layout)
-    needs = NEEDS[expected]
+    needs = LAYOUTS[expected].needs
     assert state_of(tmp_path)["needs"] == needs
     card = (tmp_path / "README.md").read_text()
     assert "pip install " + " ".join(f'"{name}>={least}"' for name, least in needs.items()) + "\n" in card
@@ -96,7 +96,7 @@ def test_what_a_folder_needs_is_what_was_tried() -> None:
     right = ("equal", "rounding")
     # Older versions were not asked about these two yet, and their folders say that they need a newer one.
     for layout in LAYOUTS.keys() - {"gemma", "mxfp4"}:
-        least = NEEDS[layout]["transformers"]
+        least = LAYOUTS[layout].needs["transformers"]
         own = [folder for folder in folders if folder["layout"] == layout]
         assert {folder["needs"] for folder in own} == {least}
         for folder in own:
