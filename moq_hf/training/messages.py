@@ -231,7 +231,7 @@ def blocks_in_words(bits: Mapping[str, int]) -> str:
     """
     parts = []
     for width, count in sorted(Counter(bits.values()).items(), reverse=True):
-        at = "in float" if width == FLOAT_BITS else f"at {width} bits"
+        at = "in float" if width == FLOAT_BITS else f"at {counted(width, 'bit')}"
         parts.append(f"{counted(count, 'block')} {at}")
     return ", ".join(parts)
 
