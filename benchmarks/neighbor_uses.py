@@ -53,8 +53,7 @@ lr_scheduler: constant
 val_set_size: 0
 save_strategy: "no"
 bf16: false
-flash_attention: false
-attn_implementation: eager
+attn_implementation: sdpa
 use_cpu: true
 """
 WORDS = [f"w{number}" for number in range(64)]
@@ -281,7 +280,7 @@ def axolotl(stranger: Stranger) -> str:
     folder = Path("out", "quantized").resolve()
     verify_quantized(folder, model)
     loads(model, folder, stranger)
-    return "`axolotl train` with `MoQPlugin` trains, and what it delivers loads"
+    return "axolotl's `train` runs with `MoQPlugin`, and what it delivers loads"
 
 
 USES: dict[str, Callable[[Stranger], Any]] = {
