@@ -1,11 +1,13 @@
 """`MoQArguments`: the keywords of a config as arguments of a command line, or of a YAML file of TRL's."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 from .config import MoQConfig
 from .config_reading import key_schemas, legal, places
+from .errors import MoQConfigError
 
 # Arguments of others have these names.
 _TAKEN = ("enabled", "verbose", "seed")
@@ -82,14 +84,21 @@ class MoQArguments(_Keywords):  # type: ignore[misc]
     )
 
     def keywords(self) -> dict[str, Any]:
-        """The keywords that were given, as `MoQConfig` takes them."""
+        """The keywords that were given, as `MoQConfig` takes them.
+
+        Raises:
+            MoQConfigError: The teacher is given twice.
+        """
         said = {name: getattr(self, name) for name in places() if name not in _TAKEN}
         given = {name: _value(v) for name, v in said.items() if v is not None}
-        if self.teacher is not None:
-            given["distillation"] = {
-                **given.get("distillation", {}),
-                "teacher": self.teacher,
-            }
+        section = given.get("distillation", {})
+        # What is no section is told by the config.
+        if self.teacher is not None and isinstance(section, Mapping):
+            if "teacher" in section:
+                raise MoQConfigError(
+                    "teacher and distillation.teacher mean the same, give one"
+                )
+            given["distillation"] = {**section, "teacher": self.teacher}
         return given
 
     def config(self) -> MoQConfig | None:
@@ -118,5 +127,5 @@ def _value(said: Any) -> Any:
         return said
     try:
         return json.loads(said)
-    except ValueError:
+    except (ValueError, RecursionError):
         return said

@@ -67,7 +67,9 @@ class MoQConfig(ConfigFields):
 
     def __init__(self, source: Any = None, /, **keywords: Any) -> None:
         # No key, but a copy has it.
-        language = keywords.pop("dialect", None)
+        language = None
+        if keywords.get("dialect") in dialect.LANGUAGES:
+            language = keywords.pop("dialect")
         made: Any = source
         if isinstance(source, MoQConfig):
             if keywords:
@@ -144,10 +146,12 @@ class MoQConfig(ConfigFields):
         {'bits': 4, 'start_bits': 8, 'eigenvalue': {'enabled': True, 'tol': 0.1}}
         """
         written = self.flat()
-        bits = {name: written[name] for name in ("bits", "start_bits")}
+        # Defaults of others depend on these.
+        given = {name: written[name] for name in ("bits", "start_bits", "period")}
         # What is switched off may have bits that would quantize nothing.
-        defaults = MoQConfig(**bits, enabled=False).flat()
-        defaults |= {"enabled": True, "start_bits": max(self.targets)}
+        defaults = MoQConfig(**given, enabled=False).flat()
+        own = {"enabled": True, "start_bits": max(self.targets), "period": "auto"}
+        defaults |= own
         also += ("bits",)
         # Without its switch that section would be on.
         if self.activations != ActivationConfig():

@@ -37,6 +37,8 @@ WORDS = {
 }
 # Where the keys stand in a DeepSpeed config.
 SECTION = "quantize_training"
+# What a config may have been written in.
+LANGUAGES = ("keywords", "deepspeed", SECTION)
 # They tell a DeepSpeed config from a misspelled one of moq_hf.
 DEEPSPEED_KEYS = {
     "train_batch_size",

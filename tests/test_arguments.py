@@ -114,3 +114,12 @@ def test_it_is_imported_without_torch() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"torch", "transformers"}.isdisjoint(json.loads(run.stdout))
+
+
+def test_what_is_no_section_and_two_teachers_are_told() -> None:
+    with pytest.raises(MoQConfigError, match="distillation"):
+        MoQArguments(bits="4", teacher="x", distillation="foo").config()
+    with pytest.raises(MoQConfigError, match=r"teacher and distillation\.teacher mean the same"):
+        MoQArguments(bits="4", teacher="x", distillation='{"teacher": "y"}').config()
+    with pytest.raises(MoQConfigError, match="bits"):
+        MoQArguments(bits="[" * 2000).config()

@@ -499,3 +499,14 @@ def test_a_number_is_no_budget_and_the_measure_has_its_default() -> None:
     assert (number.budget, number.targets, number.target_in_words) == (None, (8,), "8 bits")
     assert (number.measure, budget.measure) == ("eigenvalue", "divergence")
     assert replace(budget, sensitivity=SensitivityConfig(measure="eigenvalue")).measure == "eigenvalue"
+
+
+def test_what_was_changed_is_all_that_is_needed() -> None:
+    """A deadline that the period "auto" has by itself is none of the defaults beside another period."""
+    config = MoQConfig(bits=4, start_bits=8, period=1, deadline=0.25)
+    assert MoQConfig.from_dict(config.changed()) == config
+
+
+def test_a_language_is_one_of_those_that_are_known() -> None:
+    with pytest.raises(MoQConfigError, match="dialect: unknown key"):
+        MoQConfig(bits=4, dialect="foo")
