@@ -318,7 +318,7 @@ def misfit(module: nn.Module) -> str | None:
 
 
 def unfit(weight: Tensor) -> str | None:
-    """Why a weight, whoever has it, is none that can be trained on a grid; None if it is one.
+    """Why a weight cannot be trained on a grid, whatever module has it; None if it can.
 
     >>> unfit(torch.ones(2, 2).to_sparse()), unfit(torch.ones(2, 2, dtype=torch.uint8))
     ('a weight in the layout sparse_coo', 'a weight of uint8')

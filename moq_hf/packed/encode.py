@@ -350,7 +350,7 @@ class Encoder:
                 raise MoQError(
                     f"{parameter_of(name, spec.kind)} cannot be quantized: {error}"
                 ) from error
-            # Only where a scale is that large a second look is due.
+            # Only so large a scale needs a second look.
             farthest = values.scale.abs().amax() * state.grid.reach(state.bits)
             if farthest > torch.finfo(weight.dtype).max:
                 dense = quantizer.dequantize(*values, dtype=weight.dtype)

@@ -21,6 +21,7 @@ from ..errors import (
     check_choice,
     one_line,
     read_json,
+    shortened,
     write_json,
 )
 from ..formats import mxfp4
@@ -223,7 +224,11 @@ def save_quantized(
     check_choice("layout", layout, (None, *LAYOUTS))
     reference = None if inputs is None else reference_to(model, inputs)
     saving = _Saving(model, directory, options)
-    done = saving.delivered(saving.save(reference, layout))
+    saved = saving.save(reference, layout)
+    # A run has told it before its first step.
+    if controller is None and not saved.state["rounds_inputs"]:
+        _warn_of_float_inputs(saving)
+    done = saving.delivered(saved)
     text = f"moq_hf: saved in {done.path}. {done.closing()}"
     if inputs is None:
         text += "\nProve it: save_quantized(..., inputs=batch) loads the files and compares their answers"
@@ -291,7 +296,7 @@ class _Saving:
         # Nothing ties again what `load_state_dict` loads.
         self.tied: Mapping[str, str] = {}
         self.unties = False
-        # Files that the weights do not need to why they are not there.
+        # Why files that the weights do not need are not there, by their names.
         self.not_saved: dict[str, str] = {}
 
     def save(
@@ -847,6 +852,28 @@ def _publish(staging: Path, target: Path) -> None:
     if card.exists() and _MARK in card.read_bytes():
         card.unlink()
     move_files(staging, target, last=entries)
+
+
+def _warn_of_float_inputs(saving: _Saving) -> None:
+    """Say that the model rounds inputs and its folder does not, where that is so."""
+    rounded = {
+        name: layer.moq.inputs
+        for name, layer in saving.layers.items()
+        if layer.moq.inputs is not None
+    }
+    if not rounded:
+        return
+    why = "a folder has no place for inputs that are rounded so"
+    if any(
+        own.grid.scale == "static" and own.range is None for own in rounded.values()
+    ):
+        why = "their static ranges are not known yet: train, or give quantize_model inputs"
+    logger.warning(
+        "moq_hf: %s computes with float inputs, while the model in memory rounds those of %s: %s",
+        saving.target,
+        shortened(rounded),
+        why,
+    )
 
 
 def _warn(

@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
-from moq_hf import MoQCallback, MoQConfig, MoQError, cli, verify_quantized
+from moq_hf import MoQCallback, MoQConfig, MoQError, cli, quantize_model, save_quantized, verify_quantized
 from moq_hf.model.selection import take_inventory
 from moq_hf.packed.state import served_by
 from moq_hf.serving import inputs_in_words
@@ -177,3 +177,18 @@ def test_another_range_of_the_model_or_scale_in_the_folder_is_noticed(tmp_path: 
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(MoQError, match=name.replace(".", r"\.")):
         verify_quantized(tmp_path / "quantized")
+
+
+def test_float_inputs_of_a_folder_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a run nobody has said it before."""
+    model = model_zoo.new_model("BERT", "sequence classification")
+    batch = model_zoo.inputs_of("sequence classification", model)
+    told = "computes with float inputs, while the model in memory rounds those of bert"
+    save_quantized(quantize_model(model, "w8", activations=8), tmp_path / "unknown", inputs=batch)
+    assert caplog.text.count(told) == caplog.text.count("their static ranges are not known yet") == 1
+    caplog.clear()
+    save_quantized(quantize_model(model, "w8", activations=8, inputs=batch), tmp_path / "known", inputs=batch)
+    assert told not in caplog.text
+    scale = {"scale": "per_tensor"}
+    save_quantized(quantize_model(model, "w8", activations=scale), tmp_path / "other", inputs=batch)
+    assert caplog.text.count(told) == caplog.text.count("has no place for inputs that are rounded so") == 1
