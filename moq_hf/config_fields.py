@@ -772,7 +772,7 @@ class ConfigFields:
         least = min(self.targets)
         if least == 1 and not self.symmetric:
             yield f"{spell('bits')}: 1 bit is symmetric only; set {spell('q_type')} to symmetric, or 2 bits"
-        if self.rounding == "stochastic" and not self.grid.is_uniform(least):
+        if self.rounding == "stochastic" and not self.grid.at(least).is_uniform:
             yield (
                 f"{spell('rounding')}: stochastic needs equal steps, {least} bits {self.q_type} has none; set it to "
                 f"nearest, or {spell('bits')} to 3 or more"

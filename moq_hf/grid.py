@@ -6,7 +6,7 @@ the inputs of a layer are rounded, as `inputs` defines it.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple
 
 MAX_BITS = 16
@@ -146,6 +146,72 @@ class PerGroup:
 Grouping = RowBlocks | PerChannel | PerGroup
 
 
+class Precision(NamedTuple):
+    """A grid at a bit width, and what follows from both; `Grid.at` makes it.
+
+    Attributes:
+        grid: How a weight is quantized, whatever its bit width is.
+        bits: The bit width.
+        format: What codes are.
+        is_fp4: Whether codes are floats.
+        is_full: Whether a scale has a sign: a full grid has, but for its one bit, which
+            is binary.
+        is_uniform: Whether a code is a rounded quotient, so that clipping and
+            stochastic rounding make sense.
+        low: The least code; those of floats are twice their values.
+        high: The largest code.
+        top: The code by which the largest weight of a group is divided for its scale:
+            MXFP4's is a power of two.
+        reach: How many scales the farthest code can be from zero.
+        searches: Whether clipping ratios are searched; ternary and binary grids set
+            their own scale.
+
+    >>> narrow, full, unsigned = Grid().at(4), Grid(full=True).at(4), Grid(symmetric=False).at(4)
+    >>> [(own.low, own.high, own.top, own.reach) for own in (narrow, full, unsigned)]
+    [(-7, 7, 7, 7), (-8, 7, -8, 8), (0, 15, 15, 15)]
+    >>> fp4 = Grid(PerGroup(32), format="mxfp4")
+    >>> fp4.at(4).high, fp4.at(4).top, fp4.at(4).is_fp4, fp4.at(8).is_fp4
+    (12, 8, True, False)
+    >>> [Grid(full=None).at(bits).is_full for bits in (1, 2, 4, 5)]
+    [False, True, True, False]
+    >>> [grid.at(2).is_uniform for grid in (Grid(), Grid(symmetric=False), Grid(full=True))]
+    [False, True, True]
+    >>> Grid().at(4).searches, Grid().at(8).searches, Grid(search="mse").at(8).searches
+    (True, False, True)
+    """
+
+    grid: "Grid"
+    bits: int
+    format: Format
+    is_fp4: bool
+    is_full: bool
+    is_uniform: bool
+    low: int
+    high: int
+    top: int
+    reach: int
+    searches: bool
+
+    def check(self) -> None:
+        """Check that the grid exists at the bit width.
+
+        Raises:
+            ValueError: It does not: bits are not 1 to 16, 1 bit or a full range is
+                asymmetric, or stochastic rounding has no steps.
+        """
+        bits, grid = self.bits, self.grid
+        if not 1 <= bits <= MAX_BITS:
+            raise ValueError(f"bits must be 1 to {MAX_BITS}, got {bits}")
+        if bits == 1 and not grid.symmetric:
+            raise ValueError("1 bit is binary, which is symmetric only")
+        if grid.full and not grid.symmetric:
+            raise ValueError(
+                "a full range is of symmetric grids: an asymmetric one has all its codes"
+            )
+        if grid.stochastic and not self.is_uniform:
+            raise ValueError(f"{bits} bits symmetric rounds to nearest only")
+
+
 @dataclass(frozen=True)
 class Grid:
     """How a weight `[rows, columns]` is quantized, whatever its bit width is.
@@ -168,8 +234,6 @@ class Grid:
 
     >>> Grid(PerGroup(4)).shape(12, 8)
     (12, 2)
-    >>> Grid().is_uniform(2), Grid(symmetric=False).is_uniform(2), Grid(full=True).is_uniform(2)
-    (False, True, True)
     """
 
     grouping: Grouping = RowBlocks()
@@ -179,6 +243,9 @@ class Grid:
     full: bool | None = False
     scale_dtype: ScaleDtype = "float32"
     format: Format = "int"
+    _made: dict[int, Precision] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
         """The shape of the scale for a weight `[rows, columns]`.
@@ -188,90 +255,43 @@ class Grid:
         """
         return self.grouping.shape(rows, columns)
 
-    def format_at(self, bits: int) -> Format:
-        """What codes are at a bit width."""
-        return self.format if bits == FP4_BITS else "int"
+    def at(self, bits: int) -> Precision:
+        """The grid at a bit width, made once; `Precision.check` says whether it exists there."""
+        made = self._made.get(bits)
+        if made is None:
+            made = self._made[bits] = self._resolved(bits)
+        return made
 
-    def is_fp4(self, bits: int) -> bool:
-        """Whether codes are floats at a bit width."""
-        return self.format_at(bits) != "int"
-
-    def is_uniform(self, bits: int) -> bool:
-        """Whether a code is a rounded quotient at a bit width, so that clipping and stochastic rounding make sense."""
-        return bits >= 3 or (bits == 2 and (self.is_full(2) or not self.symmetric))
-
-    def is_full(self, bits: int) -> bool:
-        """Whether a scale has a sign at a bit width: a full grid has, but for its one bit, which is binary.
-
-        >>> Grid(full=True).is_full(2), Grid(full=True).is_full(1)
-        (True, False)
-        >>> Grid(full=None).is_full(4), Grid(full=None).is_full(5)
-        (True, False)
-        """
+    def _resolved(self, bits: int) -> Precision:
+        format = self.format if bits == FP4_BITS else "int"
+        is_int = format == "int"
         is_full = bits <= MOST_FULL_BITS if self.full is None else self.full
-        return is_full and self.symmetric and bits > 1 and not self.is_fp4(bits)
-
-    def limits(self, bits: int) -> tuple[int, int]:
-        """The least and the largest code at a bit width; those of floats are twice their values.
-
-        >>> Grid().limits(4), Grid(full=True).limits(4), Grid(symmetric=False).limits(4)
-        ((-7, 7), (-8, 7), (0, 15))
-        >>> Grid(PerGroup(32), format="mxfp4").limits(4)
-        (-12, 12)
-        """
-        if self.is_fp4(bits):
-            return -12, 12
-        if not self.symmetric:
-            return 0, 2**bits - 1
-        most = 2 ** (bits - 1) - 1
-        return (-most - 1 if self.is_full(bits) else -most), most
-
-    def top(self, bits: int) -> int:
-        """The code by which the largest weight of a group is divided for its scale: MXFP4's is a power of two.
-
-        >>> Grid().top(4), Grid(full=True).top(4), Grid(PerGroup(32), format="mxfp4").top(4)
-        (7, -8, 8)
-        """
-        own = FP4.get(self.format_at(bits))
-        return own.top if own else self.limits(bits)[0 if self.is_full(bits) else 1]
-
-    def reach(self, bits: int) -> int:
-        """How many scales the farthest code can be from zero.
-
-        >>> Grid().reach(4), Grid(full=True).reach(4), Grid(symmetric=False).reach(4), Grid().reach(1)
-        (7, 8, 15, 1)
-        """
-        least, most = self.limits(bits)
-        return max(1, most, -least)
-
-    def searches(self, bits: int) -> bool:
-        """Whether clipping ratios are searched at a bit width; ternary and binary grids set their own scale.
-
-        >>> Grid().searches(4), Grid().searches(8), Grid(search="mse").searches(8)
-        (True, False, True)
-        """
-        wanted = self.search == "mse" or (
+        is_full = is_full and self.symmetric and bits > 1 and is_int
+        high = 2 ** (bits - 1) - 1
+        low = -high - is_full
+        top = low if is_full else high
+        if not is_int:
+            low, high, top = -12, 12, FP4[format].top
+        elif not self.symmetric:
+            low, high = 0, 2**bits - 1
+            top = high
+        is_uniform = bits > 2 or (bits == 2 and (is_full or not self.symmetric))
+        is_searched = self.search == "mse" or (
             self.search == "auto" and bits <= SEARCHED_BITS
         )
-        return wanted and self.is_uniform(bits)
-
-    def check(self, bits: int) -> None:
-        """Check that the grid exists at a bit width.
-
-        Raises:
-            ValueError: It does not: bits are not 1 to 16, 1 bit or a full range is
-                asymmetric, or stochastic rounding has no steps.
-        """
-        if not 1 <= bits <= MAX_BITS:
-            raise ValueError(f"bits must be 1 to {MAX_BITS}, got {bits}")
-        if bits == 1 and not self.symmetric:
-            raise ValueError("1 bit is binary, which is symmetric only")
-        if self.full and not self.symmetric:
-            raise ValueError(
-                "a full range is of symmetric grids: an asymmetric one has all its codes"
-            )
-        if self.stochastic and not self.is_uniform(bits):
-            raise ValueError(f"{bits} bits symmetric rounds to nearest only")
+        return Precision(
+            grid=self,
+            bits=bits,
+            format=format,
+            is_fp4=not is_int,
+            is_full=is_full,
+            is_uniform=is_uniform,
+            low=low,
+            high=high,
+            top=top,
+            reach=max(1, high, -low),
+            searches=is_searched and is_uniform,
+        )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers import Trainer
 from . import quantizer, triton_quant
 from .config import MoQConfig
 from .errors import MoQError, one_line
-from .grid import Grid
+from .grid import Grid, Precision
 from .inputs import InputObserver
 from .processes import is_sharded
 from .quantizer import RoundingSeed
@@ -177,6 +177,11 @@ class LayerState:
         self.__dict__.update(state)
         self._begin()
 
+    @property
+    def precision(self) -> Precision:
+        """The grid at the bits that the layer has now."""
+        return self.grid.at(self.bits)
+
     def read(self, weight: Tensor, training: bool) -> Tensor:
         """What reading a parameter gives: in a forward pass the quantized weight, in the parameter's dtype.
 
@@ -254,7 +259,7 @@ class LayerState:
     def renew(self) -> None:
         """After a change of bits, ratios or blend: write them where captured CUDA graphs read them."""
         for levels in tuple(self.levels.values()):
-            levels.write(self.bits, self.grid, self.ratio, self.blend)
+            levels.write(self.precision, self.ratio, self.blend)
 
     def fake_quantize(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The quantized weight in memory of its own, without a graph; also notes its scale.
@@ -264,18 +269,17 @@ class LayerState:
             dtype: Of the result.
         """
         self.handed_dtype = weight.dtype if self.handed_over else None
-        fake_quantize, how = quantizer.fake_quantize_with_scale, {}
+        rounded, how = quantizer.rounded, {}
         if self.config.kernel is not False:
-            fake_quantize = triton_quant.fake_quantize_with_scale
+            rounded = triton_quant.rounded
             how["levels"] = self.levels[weight.device]
-        values, scale = fake_quantize(
+        values, scale = rounded(
             to_rows(weight.detach(), self.kind),
-            self.bits,
-            self.grid,
-            ratio=self.ratio,
-            seed=self.seed,
-            blend=self.blend,
-            dtype=dtype,
+            self.precision,
+            self.ratio,
+            self.seed,
+            self.blend,
+            dtype,
             **how,
         )
         # What is traced has no values that could be looked at afterwards, and no step

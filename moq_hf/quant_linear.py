@@ -189,7 +189,7 @@ class QuantLayer(QuantModule):
         if (
             state.bits != FLOAT_BITS
             and not self.float_weight.is_meta
-            and state.grid.searches(state.bits)
+            and state.precision.searches
         ):
             matrix = to_rows(self.whole_weight(), self.kind)
             state.ratio = quantizer.least_squares_ratio(matrix, state.bits, state.grid)

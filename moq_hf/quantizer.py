@@ -48,7 +48,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .grid import FP4, Format, Grid, PerChannel
+from .grid import FP4, Format, Grid, PerChannel, Precision
 
 # The clipping ratios that a search tries, and those above 1 that it tries for NVFP4,
 # where a group's least error may be with its largest weight at 4. Saved states hold
@@ -127,11 +127,12 @@ def quantize(
     tensor([[ 2, -3,  1]], dtype=torch.int32)
     """
     shape = check(weight, bits, grid, ratio)
+    precision = grid.at(bits)
     x = _groups(weight, shape)
     noise = uniform(x, seed) if grid.stochastic else None
-    scale, offset = _scales(x, bits, grid, ratio)
+    scale, offset = _scales(x, precision, ratio)
     buffer = torch.empty_like(x, dtype=torch.float32)
-    codes = _codes(x, bits, grid, scale, offset, noise, buffer)
+    codes = _codes(x, precision, scale, offset, noise, buffer)
     if not bool(torch.isfinite(scale).all()):
         raise ValueError(
             "weight holds NaN or Inf (or spans more than float32 can hold)"
@@ -243,13 +244,27 @@ def fake_quantize_with_scale(
     Raises:
         ValueError: Bits, grid or ratio do not fit the weight.
     """
-    x = _groups(weight, check(weight, bits, grid, ratio))
+    check(weight, bits, grid, ratio)
+    return rounded(weight, grid.at(bits), ratio, seed, blend, dtype)
+
+
+def rounded(
+    weight: Tensor,
+    precision: Precision,
+    ratio: Tensor | None = None,
+    seed: RoundingSeed = _FIRST,
+    blend: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`fake_quantize_with_scale` in as few steps as can be, without a look at its arguments: see `check`."""
+    grid = precision.grid
+    x = _groups(weight, grid.shape(*weight.shape))
     noise = uniform(x, seed) if grid.stochastic else None
-    scale, offset = _scales(x, bits, grid, ratio)
+    scale, offset = _scales(x, precision, ratio)
     out = torch.empty_like(x, dtype=dtype or weight.dtype)
     is_float32 = out.dtype == torch.float32
     blocks: Iterable[slice] = _blocks(x)
-    if is_float32 and grid.is_uniform(bits) and not grid.is_fp4(bits):
+    if is_float32 and precision.is_uniform and not precision.is_fp4:
         # A float32 result needs no buffer that should stay in the caches.
         blocks = [slice(None)]
     for rows in blocks:
@@ -260,7 +275,7 @@ def fake_quantize_with_scale(
         part_offset, part_noise = (
             None if tensor is None else tensor[rows] for tensor in (offset, noise)
         )
-        _on_grid(part, bits, grid, scale[rows], part_offset, part_noise, values)
+        _on_grid(part, precision, scale[rows], part_offset, part_noise, values)
         if blend:
             values.mul_(1.0 - blend).add_(part.to(torch.float32) * blend)
         if not is_float32:
@@ -291,12 +306,13 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
     tensor([[0.9500]])
     """
     shape = check(weight, bits, replace(grid, stochastic=False))
-    if not grid.is_uniform(bits):
+    precision = grid.at(bits)
+    if not precision.is_uniform:
         raise ValueError(
             f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search"
         )
     x = _groups(weight, shape)
-    best = [_best_ratio(x[rows].to(torch.float32), bits, grid) for rows in _blocks(x)]
+    best = [_best_ratio(x[rows].to(torch.float32), precision) for rows in _blocks(x)]
     return torch.cat(best).view(shape)
 
 
@@ -339,17 +355,18 @@ def gptq(weight: Tensor, moment: Tensor, bits: int, grid: Grid = _DEFAULT) -> Te
     if grid.grouping.row_size is not None:
         size = grid.grouping.row_size
         grid = replace(grid, grouping=PerChannel())
+    precision = grid.at(bits)
     for first in range(0, columns, size):
         group = left[:, first : first + size]
-        ratio = least_squares_ratio(group, bits, grid) if grid.searches(bits) else None
+        ratio = least_squares_ratio(group, bits, grid) if precision.searches else None
         x = _groups(group, grid.shape(*group.shape))
-        scale, offset = _scales(x, bits, grid, ratio)
+        scale, offset = _scales(x, precision, ratio)
         scale = per_weight(scale, (rows, 1))
         if offset is not None:
             offset = per_weight(offset, (rows, 1))
         for column in range(first, first + size):
             part = slice(column, column + 1)
-            _on_grid(left[:, part], bits, grid, scale, offset, None, rounded[:, part])
+            _on_grid(left[:, part], precision, scale, offset, None, rounded[:, part])
             error = (left[:, part] - rounded[:, part]) / factor[column, column]
             left[:, column + 1 :] -= error @ factor[part, column + 1 :]
     return rounded
@@ -387,8 +404,9 @@ def check(
             f"weight must be a non-empty floating-point matrix, got {weight.dtype} of shape {list(weight.shape)}"
         )
     shape = grid.shape(*weight.shape)
-    grid.check(bits)
-    if ratio is not None and not grid.is_uniform(bits):
+    precision = grid.at(bits)
+    precision.check()
+    if ratio is not None and not precision.is_uniform:
         raise ValueError(
             f"{bits} bits symmetric sets its own scale: it takes no clipping ratio"
         )
@@ -413,19 +431,19 @@ def _blocks(x: Tensor) -> Iterator[slice]:
 
 
 def _scales(
-    x: Tensor, bits: int, grid: Grid, ratio: Tensor | None
+    x: Tensor, precision: Precision, ratio: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Find the scale of groups and their offset, which is the zero point, or the threshold of ternary ones.
 
     Both are float32 `[groups, 1]`; the offset is None for symmetric grids with equal
     steps.
     """
-    if grid.is_uniform(bits):
+    if precision.is_uniform:
         ratio = None if ratio is None else ratio.reshape(-1, 1)
-        return _uniform_scale(*_range(x, bits, grid), bits, grid, ratio)
-    parts = [_few_scales(x[rows], bits) for rows in _blocks(x)]
+        return _uniform_scale(*_range(x, precision), precision, ratio)
+    parts = [_few_scales(x[rows], precision.bits) for rows in _blocks(x)]
     scales, thresholds = zip(*parts, strict=True)
-    return _as_stored(torch.cat(scales), bits, grid), torch.cat(thresholds)
+    return _as_stored(torch.cat(scales), precision), torch.cat(thresholds)
 
 
 def _few_scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -444,21 +462,20 @@ def _few_scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def _codes(
     x: Tensor,
-    bits: int,
-    grid: Grid,
+    precision: Precision,
     scale: Tensor,
     offset: Tensor | None,
     noise: Tensor | None,
     out: Tensor,
 ) -> Tensor:
     """Write the codes of groups, integers, to the float32 memory of `out`; `scale` and `offset` are from `_scales`."""
-    if bits == 1:
+    if precision.bits == 1:
         return torch.ge(x, 0.0, out=out).mul_(2.0).sub_(1.0)
-    if offset is not None and not grid.is_uniform(bits):
+    if offset is not None and not precision.is_uniform:
         return out.copy_(x.to(torch.float32).abs() > offset).copysign_(x)
     torch.div(x, scale, out=out)
     steps = None
-    if grid.is_fp4(bits):
+    if precision.is_fp4:
         # How far apart codes are: neither a product nor a quotient with it is rounded.
         size = out.abs()
         steps = torch.ones_like(size).masked_fill_(size >= 4, 2.0)
@@ -471,21 +488,20 @@ def _codes(
         out.mul_(steps)
     if offset is not None:
         out.add_(offset)
-    return out.clamp_(*grid.limits(bits))
+    return out.clamp_(precision.low, precision.high)
 
 
 def _on_grid(
     x: Tensor,
-    bits: int,
-    grid: Grid,
+    precision: Precision,
     scale: Tensor,
     offset: Tensor | None,
     noise: Tensor | None,
     out: Tensor,
 ) -> Tensor:
     """Write what groups become on their grid to `out`, as `_codes` takes its arguments."""
-    _codes(x, bits, grid, scale, offset, noise, out)
-    if offset is not None and not grid.symmetric:
+    _codes(x, precision, scale, offset, noise, out)
+    if offset is not None and not precision.grid.symmetric:
         out.sub_(offset)
     return out.mul_(scale)
 
@@ -498,47 +514,46 @@ def _mean(magnitude: Tensor, count: int | Tensor) -> Tensor:
     )
 
 
-def _range(x: Tensor, bits: int, grid: Grid) -> tuple[Tensor, Tensor]:
+def _range(x: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
     """Find both ends of groups, float32 `[groups, 1]`: mirrored for a narrow range, otherwise with 0 in between."""
     low = x.amin(1, keepdim=True).float()
     high = x.amax(1, keepdim=True).float()
-    if grid.symmetric and not grid.is_full(bits):
+    if precision.grid.symmetric and not precision.is_full:
         high = torch.maximum(high, -low)
         return -high, high
     return low.clamp(max=0.0), high.clamp(min=0.0)
 
 
 def _uniform_scale(
-    low: Tensor, high: Tensor, bits: int, grid: Grid, ratio: Tensor | float | None
+    low: Tensor, high: Tensor, precision: Precision, ratio: Tensor | float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the scale and zero point of groups with these ends, each `[groups, 1]`."""
-    least, most = grid.limits(bits)
-    if grid.is_full(bits):
+    symmetric = precision.grid.symmetric
+    if precision.is_full:
         high = torch.where(high >= -low, high, low)
     if ratio is not None:
         low = low * ratio
         high = high * ratio
-    span = high if grid.symmetric else high - low
+    span = high if symmetric else high - low
     # Division by a number would be a multiplication by its reciprocal on CUDA.
-    scale = span / torch.full_like(span, grid.top(bits))
-    scale = _as_stored(torch.where(scale.abs() < _TINY, 1.0, scale), bits, grid)
-    if grid.symmetric:
+    scale = span / torch.full_like(span, precision.top)
+    scale = _as_stored(torch.where(scale.abs() < _TINY, 1.0, scale), precision)
+    if symmetric:
         return scale, None
-    return scale, (-low / scale).round_().clamp_(least, most)
+    return scale, (-low / scale).round_().clamp_(precision.low, precision.high)
 
 
-def _as_stored(scale: Tensor, bits: int, grid: Grid) -> Tensor:
+def _as_stored(scale: Tensor, precision: Precision) -> Tensor:
     """Round scales to their dtype, as float32; those beyond its range become its largest or smallest value."""
-    dtype = getattr(torch, grid.scale_dtype)
+    dtype = getattr(torch, precision.grid.scale_dtype)
     unit = 1.0
-    format = grid.format_at(bits)
-    if format == "mxfp4":
+    if precision.format == "mxfp4":
         # From 1.75 of a power of two on, the sum has the next exponent.
         raised = scale.view(torch.int32) + (1 << 21)
         power = (raised & 0x7F800000).view(torch.float32).clamp_(max=2.0**124)
         return torch.where(scale.isfinite(), power, scale)
-    if format == "nvfp4":
-        dtype, unit = torch.float8_e4m3fn, FP4[format].unit
+    if precision.format == "nvfp4":
+        dtype, unit = torch.float8_e4m3fn, FP4["nvfp4"].unit
     if dtype == torch.float32:
         return scale
     limits = torch.finfo(dtype)
@@ -552,18 +567,18 @@ def _as_stored(scale: Tensor, bits: int, grid: Grid) -> Tensor:
     return torch.where((scale == 0) | scale.isinf(), scale, stored)
 
 
-def _best_ratio(x: Tensor, bits: int, grid: Grid) -> Tensor:
+def _best_ratio(x: Tensor, precision: Precision) -> Tensor:
     """Search the ratios `[groups, 1]` of float32 groups `[groups, elements]`; see `least_squares_ratio`."""
     buffer = torch.empty_like(x)
-    low, high = _range(x, bits, grid)
+    low, high = _range(x, precision)
     best = torch.ones_like(high)
     best_error = torch.full_like(high, torch.inf, dtype=torch.float64)
-    for value in _RATIOS_OF[grid.format_at(bits)]:
+    for value in _RATIOS_OF[precision.format]:
         # The ratio is a tensor, because on some devices PyTorch multiplies with a
         # number in another precision.
         ratio = torch.full_like(high, value)
-        scale, zero = _uniform_scale(low, high, bits, grid, ratio)
-        squares = _on_grid(x, bits, grid, scale, zero, None, buffer).sub_(x).square_()
+        scale, zero = _uniform_scale(low, high, precision, ratio)
+        squares = _on_grid(x, precision, scale, zero, None, buffer).sub_(x).square_()
         error = squares.sum(1, keepdim=True, dtype=torch.float64)
         best = torch.where(error < best_error, value, best)
         best_error = torch.fmin(best_error, error)

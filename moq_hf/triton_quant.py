@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import quantizer
-from .grid import Grid, PerChannel
+from .grid import Grid, PerChannel, Precision
 from .quantizer import RoundingSeed
 
 logger = logging.getLogger(__name__)
@@ -52,14 +52,14 @@ class Levels:
                 self.memory = torch.zeros(size, dtype=torch.float32, device=device)
             self._held = ()
 
-    def write(self, bits: int, grid: Grid, ratio: Tensor | None, blend: float) -> None:
+    def write(self, precision: Precision, ratio: Tensor | None, blend: float) -> None:
         """Write a precision, where another one is held, and its ratios are as many as there is memory for."""
-        wanted = bits, grid, blend
+        wanted = precision, blend
         size = len(self.memory)
         fits = size > 0 if ratio is None else size == 8 + ratio.numel()
         if fits and (self._held != wanted or self._ratio is not ratio):
-            shares = (blend, 1.0 - blend, grid.is_fp4(bits))
-            values = [*grid.limits(bits), grid.top(bits), *shares]
+            codes = (precision.low, precision.high, precision.top)
+            values = [*codes, blend, 1.0 - blend, precision.is_fp4]
             head = torch.tensor(values, dtype=torch.float32, device="cpu")
             # The host does not wait for the device, and `head` is read before it goes on.
             self.memory[:6].copy_(head, non_blocking=True)
@@ -91,14 +91,32 @@ def fake_quantize_with_scale(
         ValueError: Bits, grid or ratio do not fit the weight.
         torch.OutOfMemoryError: The device has no room for the result.
     """
+    quantizer.check(weight, bits, grid, ratio)
+    return rounded(weight, grid.at(bits), ratio, seed, blend, dtype, levels)
+
+
+def rounded(
+    weight: Tensor,
+    precision: Precision,
+    ratio: Tensor | None = None,
+    seed: RoundingSeed = _FIRST,
+    blend: float = 0.0,
+    dtype: torch.dtype | None = None,
+    levels: Levels | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `quantizer.rounded`, with the same arguments and results.
+
+    Raises:
+        torch.OutOfMemoryError: The device has no room for the result.
+    """
     dtype = dtype or weight.dtype
     how: Any = {"ratio": ratio, "seed": seed, "blend": blend, "dtype": dtype}
     if (
         {dtype, weight.dtype} <= _DTYPES
-        and grid.is_uniform(bits)
+        and precision.is_uniform
         and available(weight.device)
     ):
-        rows, columns = quantizer.check(weight, bits, grid, ratio)
+        rows, columns = precision.grid.shape(*weight.shape)
         length = weight.numel() // (rows * columns)
         # What one compiled kernel is for, and how long groups are.
         variant = (
@@ -106,24 +124,24 @@ def fake_quantize_with_scale(
             length,
             weight.dtype,
             dtype,
-            grid,
-            grid.is_full(bits),
-            grid.is_fp4(bits),
+            precision.grid,
+            precision.is_full,
+            precision.is_fp4,
             blend > 0,
         )
         if length <= LONGEST and _works.get(variant, True):
             try:
                 if variant not in _works:
-                    _try_out(weight, bits, grid, length, how)
+                    _try_out(weight, precision, length, how)
                     _works[variant] = True
-                return _launch(weight, bits, grid, length, **how, levels=levels)
+                return _launch(weight, precision, length, **how, levels=levels)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 # Triton raises what its compiler, the C compiler that it calls, or the
                 # driver raise.
                 _give_up(variant, f"{type(error).__name__}: {error}")
-    return quantizer.fake_quantize_with_scale(weight, bits, grid, **how)
+    return quantizer.rounded(weight, precision, **how)
 
 
 def available(device: torch.device) -> bool:
@@ -158,7 +176,7 @@ def _give_up(variant: tuple[Any, ...], reason: str) -> None:
         )
 
 
-def _try_out(weight: Tensor, bits: int, grid: Grid, length: int, how: Any) -> None:
+def _try_out(weight: Tensor, precision: Precision, length: int, how: Any) -> None:
     """Compare the kernel with `quantizer` on rows that are hard to round, as long as those at hand.
 
     So nothing is compiled for it alone. Quotients are codes and the halves between
@@ -167,7 +185,7 @@ def _try_out(weight: Tensor, bits: int, grid: Grid, length: int, how: Any) -> No
     Raises:
         ArithmeticError: They differ.
     """
-    low, high = grid.limits(bits)
+    low, high = precision.low, precision.high
     place = torch.arange(length, device=weight.device)
     steps = torch.tensor(
         [[1.0], [-0.3], [7e-3], [-(2.0**-120)]],
@@ -177,16 +195,15 @@ def _try_out(weight: Tensor, bits: int, grid: Grid, length: int, how: Any) -> No
     hard = (steps * (low + place % (2 * (high - low) + 1) / 2)).to(weight.dtype)
     if how["ratio"] is not None:
         how = {**how, "ratio": steps.abs().clamp(0.2, 1.0)}
-    grid = replace(grid, grouping=PerChannel())
-    found, _ = _launch(hard, bits, grid, length, **how)
-    if not torch.equal(found, quantizer.fake_quantize(hard, bits, grid, **how)):
+    precision = replace(precision.grid, grouping=PerChannel()).at(precision.bits)
+    found, _ = _launch(hard, precision, length, **how)
+    if not torch.equal(found, quantizer.rounded(hard, precision, **how)[0]):
         raise ArithmeticError("at first use, it gives other numbers than plain PyTorch")
 
 
 def _launch(
     weight: Tensor,
-    bits: int,
-    grid: Grid,
+    precision: Precision,
     length: int,
     ratio: Tensor | None,
     seed: RoundingSeed,
@@ -202,6 +219,7 @@ def _launch(
     if kernels.INTERPRETED.value != interpreted:
         # Which of the two a kernel is for is settled when it is read.
         importlib.reload(kernels)
+    grid = precision.grid
     x = weight.detach().contiguous()
     # The interpreter does not round to bfloat16.
     y = torch.empty_like(x, dtype=torch.float32 if interpreted else dtype)
@@ -209,7 +227,7 @@ def _launch(
     scale = torch.empty(groups, 1, dtype=torch.float32, device=x.device)
     levels = levels or Levels()
     levels.on(x.device, groups)
-    levels.write(bits, grid, ratio, blend)
+    levels.write(precision, ratio, blend)
     # A row is read by one warp, and a thread holds 16 weights, or 8 where a row is
     # longer than a tile: chosen by counting instructions and registers.
     columns = min(1 << (length - 1).bit_length(), 256)

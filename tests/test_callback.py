@@ -59,11 +59,11 @@ def test_one_quantization_per_layer_and_forward_pass(
     optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    real = q.fake_quantize_with_scale
+    real = q.rounded
     trainer = moq(tmp_path, {**CONFIG, "quantize_schedule": {"quantize_period": 2, "allow_unreached": True}},
                   optim=optimizer, gradient_accumulation_steps=2, max_steps=6, eval_strategy="no")  # fmt: skip
     trainer.eval_dataset = rows(8)
-    monkeypatch.setattr(q, "fake_quantize_with_scale", lambda *a, **k: calls.append(1) or real(*a, **k))
+    monkeypatch.setattr(q, "rounded", lambda *a, **k: calls.append(1) or real(*a, **k))
     trainer.train()
     layers = len(quant_layers(trainer.model))
     # One for each of two micro-batches in 6 steps.

@@ -23,7 +23,7 @@ def test_gemma_is_what_transformers_computes(bits: int, columns: int) -> None:
     linear, table = (EncodeSpec(kind, (40, columns), bits, grid) for kind in ("linear", "embedding"))
     encoded = gemma.write(values, linear)
     layer = StoredLayer(
-        "linear", bits, "dense", (40, columns), (40, 1), True, 0, 0, None, encoded.grid, grid.is_full(bits)
+        "linear", bits, "dense", (40, columns), (40, 1), True, 0, 0, None, encoded.grid, grid.at(bits).is_full
     )
     stored = StoredWeight("w", layer, encoded.scheme, encoded.parts)
     found = gemma.read(stored)

@@ -101,7 +101,7 @@ def by_hand(  # noqa: C901 - the contract's formulas side by side
 def test_is_the_contract_s_formulas(w: torch.Tensor, mode: tuple[int, Grid], ratio: float) -> None:
     bits, grid = mode
     assume(not grid.stochastic)
-    ratio = ratio if grid.is_uniform(bits) else 1.0
+    ratio = ratio if grid.at(bits).is_uniform else 1.0
     given_ratio = None if ratio == 1.0 else torch.full(grid.shape(6, 8), ratio)
     result = quantizer.fake_quantize(w, bits, grid, ratio=given_ratio)
     np.testing.assert_array_equal(result.numpy(), by_hand(w, bits, grid, ratio))
@@ -121,14 +121,15 @@ def test_fake_quantize_is_dequantize_of_quantize(w: torch.Tensor, mode: tuple[in
 @given(weights, modes)
 def test_codes_are_in_range_and_errors_within_a_step(w: torch.Tensor, mode: tuple[int, Grid]) -> None:
     bits, grid = mode
+    precision = grid.at(bits)
     codes, scale, zero = quantizer.quantize(w, bits, grid, seed=SEED)
     assert codes.dtype == torch.int32 and scale.dtype == torch.float32
-    low, top = grid.limits(bits) if grid.is_uniform(bits) else (-1, 1)
+    low, top = (precision.low, precision.high) if precision.is_uniform else (-1, 1)
     assert codes.min() >= low and codes.max() <= top
-    assert scale.min() >= 0 or grid.is_full(bits)
+    assert scale.min() >= 0 or precision.is_full
     if zero is not None:
         assert zero.min() >= 0 and zero.max() <= top
-    if grid.is_uniform(bits) and grid.scale_dtype == "float32":
+    if precision.is_uniform and grid.scale_dtype == "float32":
         steps = scale.abs().repeat_interleave(6 // scale.shape[0], 0).repeat_interleave(8 // scale.shape[1], 1).double()
         error = (quantizer.dequantize(codes, scale, zero).double() - w.double()).abs() / steps
         # At 16 bits float32 itself has about 1/256 of a step.
@@ -350,7 +351,7 @@ def test_blocks_of_groups_are_quantized_as_the_whole(size: int, monkeypatch: pyt
     w[3, 5] = torch.nan
     for (bits, mode), grouping in itertools.product(numerics.MODES, GROUPINGS):
         grid = replace(mode, grouping=grouping)
-        is_searched = grid.is_uniform(bits) and not grid.stochastic
+        is_searched = grid.at(bits).is_uniform and not grid.stochastic
 
         def results(bits: int = bits, grid: Grid = grid, is_searched: bool = is_searched) -> list[torch.Tensor]:
             ratio = quantizer.least_squares_ratio(w, bits, grid) if is_searched else None

@@ -36,7 +36,7 @@ on_device = pytest.mark.skipif(False, reason="it runs here") if INTERPRETED else
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-UNIFORM = [(bits, grid) for bits, grid in [*MODES, *HALF_MODES] if grid.is_uniform(bits)]
+UNIFORM = [(bits, grid) for bits, grid in [*MODES, *HALF_MODES] if grid.at(bits).is_uniform]
 SEED = RoundingSeed(2**35 + 7, 3, 9)
 
 
@@ -282,7 +282,7 @@ def test_replicas_on_two_devices_do_not_share_levels(monkeypatch: pytest.MonkeyP
         used[weight.device] = levels
         return weight, None
 
-    monkeypatch.setattr(triton_quant, "fake_quantize_with_scale", fake_quantize)
+    monkeypatch.setattr(triton_quant, "rounded", fake_quantize)
     state = LayerState(Grid(), MoQConfig(bits=4), bits=4)
     for place in ("cpu", "meta", "cpu"):
         state.fake_quantize(torch.empty(4, 8, device=place), torch.float32)

@@ -42,7 +42,8 @@ def read(stored: StoredWeight) -> Quantized:
     if zero_text is not None:
         zero = _from_text(zero_text, torch.int32).view(layer.scales)
     weight = to_rows(stored.parts["weight"], layer.kind)
-    low, high = stored.grid.limits(layer.bits)
+    precision = stored.precision
+    low, high = precision.low, precision.high
     codes = (weight.float() / per_weight(scale, layer.shape)).round().nan_to_num(0.0)
     if zero is not None:
         codes += per_weight(zero, layer.shape)

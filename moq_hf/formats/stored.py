@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config_fields import Count, Flag, Positive
 from ..errors import MoQError
-from ..grid import Format, Grid, InputGrid
+from ..grid import Format, Grid, InputGrid, Precision
 from ..quant_linear import QuantLayer
 from ..quantizer import Quantized, per_weight
 from ..schedule import FLOAT_BITS
@@ -102,7 +102,7 @@ class EncodeSpec:
         >>> [spec.at(bits).width for bits in (2, 3, 8)]
         [4, 4, 8]
         """
-        is_int = self.grid.format_at(bits) == "int"
+        is_int = self.grid.at(bits).format == "int"
         return replace(
             self, bits=bits, width=max(bits, self.pack_bits) if is_int else bits
         )
@@ -139,7 +139,7 @@ class EncodeSpec:
     @property
     def format(self) -> Format:
         """What codes are."""
-        return self.grid.format_at(self.bits)
+        return self.grid.at(self.bits).format
 
     @property
     def row_size(self) -> int | None:
@@ -258,10 +258,11 @@ class StoredWeight(NamedTuple):
     parts: Mapping[str, Tensor]
 
     @property
-    def grid(self) -> Grid:
-        """The grid of its codes."""
+    def precision(self) -> Precision:
+        """The grid of its codes, at its bits."""
         layer = self.layer
-        return Grid(symmetric=layer.symmetric, full=layer.full, format=layer.format)
+        grid = Grid(symmetric=layer.symmetric, full=layer.full, format=layer.format)
+        return grid.at(layer.bits)
 
     def check(self, values: Quantized) -> None:
         """Check that codes, scales and zero points are of the grid that the layer declares, and need its bits.
@@ -274,38 +275,38 @@ class StoredWeight(NamedTuple):
             MoQError: They are not, or do not; names the layer.
         """
         codes, scale, zero = values
-        bits = self.layer.bits
-        grid = self.grid
-        is_full = grid.is_full(bits)
-        is_legal = scale != 0 if is_full else scale > 0
+        precision = self.precision
+        bits = precision.bits
+        is_legal = scale != 0 if precision.is_full else scale > 0
         if bits == 1:
             # A row of zeros has the scale 0.
             is_legal = scale >= 0
         if not bool(torch.isfinite(scale).all() and is_legal.all()):
-            legal = "finite number but 0" if is_full else "positive number"
+            legal = "finite number but 0" if precision.is_full else "positive number"
             raise MoQError(f"{self.where}: a scale is not a {legal}")
         if bits == 1:
             if bool((codes.abs() != 1).any()):
                 raise MoQError(f"{self.where}: binary codes must be -1 and 1")
             return
-        low, high = grid.limits(bits)
         lowest = highest = 0
         for what, integers in (("codes", codes), ("zero points", zero)):
             if integers is not None:
                 lowest = min(lowest, int(integers.min()))
                 highest = max(highest, int(integers.max()))
-                if lowest < low or highest > high:
-                    raise MoQError(f"{self.where}: {what} beyond {high} at {bits} bits")
-        low, high = grid.limits(bits - 1)
+                if lowest < precision.low or highest > precision.high:
+                    raise MoQError(
+                        f"{self.where}: {what} beyond {precision.high} at {bits} bits"
+                    )
         # A group of zeros has the scale 1, and one that is too small for float16 has
         # its least value.
         shows_bits = bool(((scale != 1) & (scale.abs() > 2.0**-24)).any())
-        needs_fewer_bits = low <= lowest < highest <= high
+        fewer = precision.grid.at(bits - 1)
+        needs_fewer_bits = fewer.low <= lowest < highest <= fewer.high
         # Small codes that are floats may be those of scales that are as small as can be.
-        is_told = bits > 2 and not grid.is_fp4(bits)
+        is_told = bits > 2 and not precision.is_fp4
         if is_told and shows_bits and needs_fewer_bits:
             raise MoQError(
-                f"{self.where}: no code is beyond {high}, so they are of fewer than {bits} bits"
+                f"{self.where}: no code is beyond {fewer.high}, so they are of fewer than {bits} bits"
             )
 
 

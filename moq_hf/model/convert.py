@@ -267,7 +267,7 @@ def check_scales(layers: Mapping[str, QuantLayer]) -> None:
         # Each is checked once, and is not kept for the next step.
         scale, state.scale = state.scale, None
         if scale is not None and not scale.is_meta and state.bits != FLOAT_BITS:
-            limit = torch.finfo(state.dtype).max / state.grid.reach(state.bits)
+            limit = torch.finfo(state.dtype).max / state.precision.reach
             found.setdefault((scale.device, limit), []).append((layer, scale))
     for (_, limit), own in found.items():
         # A GPU launches a few kernels for all of them, and not some for each.

@@ -351,7 +351,7 @@ class Encoder:
                     f"{parameter_of(name, spec.kind)} cannot be quantized: {error}"
                 ) from error
             # Only so large a scale needs a second look.
-            farthest = values.scale.abs().amax() * state.grid.reach(state.bits)
+            farthest = values.scale.abs().amax() * state.precision.reach
             if farthest > torch.finfo(weight.dtype).max:
                 dense = quantizer.dequantize(*values, dtype=weight.dtype)
                 if not dense.isfinite().all():
@@ -376,7 +376,7 @@ class Encoder:
             shape=spec.matrix_shape,
             scales=scales,
             symmetric=state.grid.symmetric,
-            full=state.grid.is_full(state.bits),
+            full=state.precision.is_full,
             format=spec.format,
             bytes=sum(tensor.nbytes for tensor in parts.values()),
             bytes_before=weight.nbytes,
@@ -466,7 +466,7 @@ class Encoder:
 
 
 def _formats_of(layers: Iterable[QuantLayer]) -> set[Format]:
-    return {layer.moq.grid.format_at(layer.moq.bits) for layer in layers}
+    return {layer.moq.precision.format for layer in layers}
 
 
 def matrix_names(

@@ -21,7 +21,7 @@ def modes(bit_widths: range | tuple[int, ...], scale_dtypes: tuple[ScaleDtype, .
     return [
         (bits, grid)
         for bits, grid in itertools.product(bit_widths, grids)
-        if grid.is_uniform(bits) or (grid.symmetric and not grid.stochastic)
+        if grid.at(bits).is_uniform or (grid.symmetric and not grid.stochastic)
     ]
 
 

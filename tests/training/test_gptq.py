@@ -36,15 +36,15 @@ def by_hand(weight: torch.Tensor, moment: torch.Tensor, bits: int, grid: Grid) -
     result = np.zeros_like(left)
     size = grid.grouping.row_size or left.shape[1]
     own = replace(grid, grouping=PerChannel()) if grid.grouping.row_size else grid
-    least, most = grid.limits(bits)
+    precision = grid.at(bits)
     for column in range(left.shape[1]):
         if column % size == 0:
             group = torch.from_numpy(left[:, column : column + size]).float()
-            ratio = quantizer.least_squares_ratio(group, bits, own) if own.searches(bits) else None
+            ratio = quantizer.least_squares_ratio(group, bits, own) if own.at(bits).searches else None
             _, scale, zero = quantizer.quantize(group, bits, own, ratio=ratio)
             scales = np.repeat(scale.double().numpy()[:, 0], len(left) // len(scale))
             zeros = np.zeros(len(left)) if zero is None else np.repeat(zero.numpy()[:, 0], len(left) // len(zero))
-        codes = np.clip(np.round(left[:, column] / scales) + zeros, least, most)
+        codes = np.clip(np.round(left[:, column] / scales) + zeros, precision.low, precision.high)
         result[:, column] = (codes - zeros) * scales
         inverse = np.linalg.inv(hessian[column:, column:])
         error = (left[:, column] - result[:, column]) / inverse[0, 0]
@@ -71,7 +71,7 @@ def test_products_change_less_than_by_rounding(bits: int) -> None:
     weight, moment = torch.randn(32, 64), moment_of(64)
 
     def change(values: torch.Tensor) -> float:
-        ratio = quantizer.least_squares_ratio(values, bits, grid) if grid.searches(bits) else None
+        ratio = quantizer.least_squares_ratio(values, bits, grid) if grid.at(bits).searches else None
         error = (quantizer.fake_quantize(values, bits, grid, ratio=ratio) - weight).double()
         return float(((error @ moment.double()) * error).sum())
 
