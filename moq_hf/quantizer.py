@@ -269,7 +269,7 @@ def rounded(
     blocks: Iterable[tuple[Any, ...]] = [whole]
     # A float32 result of equal steps needs no buffer that should stay in the caches.
     if is_buffered or precision.is_fp4 or not precision.is_uniform:
-        blocks = _in_blocks(*whole)
+        blocks = _blocks(*whole)
     clips = ratio is not None or precision.clips
     for part, scales, offsets, noises, result in blocks:
         values = torch.empty_like(part, dtype=torch.float32) if is_buffered else result
@@ -310,7 +310,7 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
             f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search"
         )
     x = _groups(weight, shape)
-    best = [_best_ratio(part.to(torch.float32), precision) for (part,) in _in_blocks(x)]
+    best = [_best_ratio(part.to(torch.float32), precision) for (part,) in _blocks(x)]
     return torch.cat(best).view(shape)
 
 
@@ -421,7 +421,7 @@ def _groups(weight: Tensor, shape: tuple[int, int]) -> Tensor:
     return x.to(torch.float32) if x.dtype == torch.float64 else x
 
 
-def _in_blocks(x: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+def _blocks(x: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Yield the groups, with their part of the others, that are taken at once: on a CPU what fits its caches."""
     groups = x.shape[0]
     size = max(1, _BLOCK // x.shape[1]) if x.device.type == "cpu" else groups
@@ -444,7 +444,7 @@ def _scales(
     if precision.is_uniform:
         ratio = None if ratio is None else ratio.reshape(-1, 1)
         return _uniform_scale(*_range(x, precision), precision, ratio)
-    parts = [_few_scales(part, precision.bits) for (part,) in _in_blocks(x)]
+    parts = [_few_scales(part, precision.bits) for (part,) in _blocks(x)]
     scales, thresholds = zip(*parts, strict=True)
     return _as_stored(torch.cat(scales), precision), torch.cat(thresholds)
 
