@@ -8,7 +8,7 @@ weights; ternary and binary grids, longer groups and float64 are left to `quanti
 import importlib
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,37 @@ _DEFAULT = Grid()
 _FIRST = RoundingSeed()
 # Whether variants of the kernel, each on a device, work there: once they were tried out.
 _works: dict[tuple[Any, ...], bool] = {}
+
+
+class Job(NamedTuple):
+    weight: Tensor
+    precision: Precision
+    ratio: Tensor | None
+    seed: RoundingSeed
+    blend: float
+    dtype: torch.dtype
+    out: Tensor | None = None
+
+
+class Filled(NamedTuple):
+    values: list[Tensor | None]
+    scales: Tensor
+    places: list[slice | None]
+
+
+class Launches:
+    def __call__(self, jobs):
+        values, scales, places, n = [], [], [], 0
+        for job in jobs:
+            v, s = rounded(*job[:6])
+            if job.out is not None:
+                job.out.view(v.shape).copy_(v)
+                v = job.out
+            values.append(v)
+            scales.append(s.flatten())
+            places.append(slice(n, n + s.numel()))
+            n += s.numel()
+        return Filled(values, torch.cat(scales), places)
 
 
 class Levels:

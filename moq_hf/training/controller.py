@@ -236,6 +236,10 @@ class MoQController:
         self.sensitivity.samples.clear()
         return self.sensitivity.values if self.config.eigenvalue.enabled else None
 
+    def evaluates(self, does: bool) -> None:
+        """Say whether the Trainer is in an evaluation, in which nothing changes a weight."""
+        next(iter(self.layers.values())).moq.passes.evaluates(does)
+
     def skip(self) -> None:
         """Stay where the schedule is, after a step that the gradient scaler skipped.
 

@@ -1,0 +1,431 @@
+"""How long a quantized weight lives: no longer than the forward pass that it was made in.
+
+A layer defines its quantized weight, see `LayerState`. This module decides who makes it and when it goes:
+
+- When a pass of the outermost module begins, a GPU makes all of the model's quantized weights in one launch. A CPU
+  makes each just before its product, while its caches hold it.
+- Within the pass a layer takes the weight that is there, unless it was made of another parameter, for another bit
+  width or in another dtype; then the layer computes its own. So what a pass writes into weights counts from the next
+  pass on.
+- When the pass ends, normally or by an exception, all are gone. Recomputation by checkpointing, modules that are
+  called alone, and other threads find none and compute their own.
+- Between passes weights stay only while somebody who knows that nothing changes holds them: a Trainer's evaluation,
+  `generate`, or a `with hold_quantized(model)`. Even then a weight whose version or address moved is made anew.
+"""
+
+import contextlib
+import itertools
+import sys
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from . import triton_quant
+from .grid import Precision
+from .seams.transformers import (
+    has_hooks,
+    in_evaluation_loop,
+    is_exporting,
+    is_transformed,
+    uses_deepspeed,
+)
+from .straight_through import straight_through_block
+
+if TYPE_CHECKING:
+    from .layer_state import LayerState
+    from .quant_linear import QuantLayer
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# Every call of a module runs this code, whatever the module's class is.
+MODULE_CALL = nn.Module._call_impl.__code__
+
+
+def makes_state(function: _Function) -> _Function:
+    """Decorate what makes tensors that outlive a pass, so that they can be trained with after one in inference mode."""
+    without_graph = torch.no_grad()(function)
+    return torch.inference_mode(False)(without_graph)
+
+
+class Made(NamedTuple):
+    """A quantized weight, and what it was made of."""
+
+    weight: Tensor
+    device: torch.device
+    precision: Precision
+    dtype: torch.dtype
+    quantized: Tensor
+    # Both as `LayerState.sources` has them; none where only the pass counts.
+    identity: list[Any] | None
+    alive: list[Any] | None
+
+
+_Weights = dict["LayerState", Made]
+
+
+class _Pass(NamedTuple):
+    module: nn.Module
+    weights: _Weights
+    # Those whose weights were made when the pass began.
+    filled: "list[LayerState]"
+
+
+class _Wanted(NamedTuple):
+    """A weight that is to be made when a pass begins."""
+
+    state: "LayerState"
+    weight: Tensor
+    dtype: torch.dtype
+    block: int = 0
+    # Memory that has a gradient of its own; None where the block gives it one.
+    own: Tensor | None = None
+
+
+class PassWeights:
+    """The quantized weights of a prepared model in the passes that are under way, each in a thread.
+
+    The states of all its layers share one. Copies and pickles of it are empty.
+
+    Attributes:
+        number: Tells compiled graphs which model is meant: a tensor, on which they do
+            not depend.
+        states: The model's layers, by their number among them.
+        traced: While torch.compile traces a pass: the quantized weights by the layers'
+            numbers, each with its dtype.
+    """
+
+    def __init__(self) -> None:
+        self._passes: dict[int, _Pass] = {}
+        self._holders = 0
+        self._evaluates = False
+        self._held: _Weights = {}
+        self._launches: defaultdict[torch.device, triton_quant.Launches] = defaultdict(
+            triton_quant.Launches
+        )
+        self.traced: dict[int, tuple[torch.dtype, Tensor]] = {}
+        self.traced_by: nn.Module | None = None
+        self._scales: list[tuple[Tensor, dict[LayerState, slice]]] = []
+        self.states: weakref.WeakValueDictionary[int, LayerState] = (
+            weakref.WeakValueDictionary()
+        )
+        number = next(_numbers)
+        self.number = torch.tensor(number, device="cpu")
+        _of_number[number] = self
+
+    def __reduce__(self) -> tuple[type["PassWeights"], tuple[()]]:
+        return PassWeights, ()
+
+    def begin(
+        self, module: nn.Module, blocks: "Sequence[Sequence[QuantLayer]]"
+    ) -> None:
+        """Begin the pass of a module, unless it is part of one that is under way; make its weights where a kernel can.
+
+        Args:
+            module: Which is called.
+            blocks: Its quantized layers; those of a block get their gradients together.
+        """
+        if is_exporting() or is_transformed():
+            return
+        if torch.compiler.is_compiling():
+            self._trace(module, blocks)
+            return
+        thread = threading.get_ident()
+        current = self._passes.get(thread)
+        if current is not None and current.module is not module:
+            # Of a pass that was interrupted from outside nothing tells but the stack.
+            if is_running(current.module):
+                return
+        if self._evaluates and not in_evaluation_loop():
+            # It ended with an exception.
+            self.evaluates(False)
+        is_held = self._evaluates or self._holders
+        keeps = is_held and not torch.is_grad_enabled()
+        current = _Pass(module, self._held if keeps else {}, [])
+        self._passes[thread] = current
+        if blocks and triton_quant.available(blocks[0][0].float_weight.device):
+            self._fill(current, blocks)
+
+    def end(self, module: nn.Module) -> None:
+        """End the pass of a module, if it began with it: its weights are gone."""
+        if torch.compiler.is_compiling() or self.traced_by is not None:
+            # A graph may have been left in the middle of a pass.
+            if self.traced_by is module:
+                self.traced, self.traced_by = {}, None
+            if torch.compiler.is_compiling():
+                return
+        thread = threading.get_ident()
+        current = self._passes.get(thread)
+        if current is None or current.module is not module:
+            return
+        del self._passes[thread]
+        for state in current.filled:
+            # The gradient of a block would call its hooks, with None.
+            state.is_always_called &= not state.awaits_call
+
+    def take(
+        self, state: "LayerState", weight: Tensor, dtype: torch.dtype
+    ) -> Tensor | None:
+        """The quantized weight of a layer where the pass that is under way has it, or somebody holds it; else None.
+
+        Args:
+            state: The layer's.
+            weight: Its float weight as the pass has it.
+            dtype: In which it is wanted.
+        """
+        weights = self._weights()
+        made = None if weights is None else weights.get(state)
+        if (
+            made is None
+            or made.weight is not weight
+            or made.dtype != dtype
+            or made.precision is not state.precision
+            or made.device != weight.device
+        ):
+            return None
+        if made.identity is not None and made.identity != state.sources(weight)[0]:
+            return None
+        quantized = made.quantized
+        needs_gradient = weight.requires_grad and torch.is_grad_enabled()
+        if needs_gradient and not quantized.requires_grad:
+            return None
+        return quantized
+
+    def keep(
+        self, state: "LayerState", weight: Tensor, dtype: torch.dtype, quantized: Tensor
+    ) -> None:
+        """Keep the quantized weight that a layer computed by itself, until the pass ends that is under way."""
+        weights = self._weights()
+        if weights is None or (weights is self._held and quantized.requires_grad):
+            return
+        identity = alive = None
+        # What adapters add to a parameter may change within a pass.
+        if weights is self._held or state.lora:
+            identity, alive = state.sources(weight)
+        weights[state] = Made(
+            weight, weight.device, state.precision, dtype, quantized, identity, alive
+        )
+
+    def drop(self, state: "LayerState") -> None:
+        """Forget the quantized weight of a layer: what it was made of has changed."""
+        self._held.pop(state, None)
+        for current in tuple(self._passes.values()):
+            current.weights.pop(state, None)
+        if self.traced:
+            self.traced, self.traced_by = {}, None
+
+    def scales_of_launches(self) -> list[tuple[Tensor, "dict[LayerState, slice]"]]:
+        """The scales of the weights that were last made together, float32, and where each layer's are; once.
+
+        They are not finite where a weight held NaN or Inf.
+        """
+        scales, self._scales = self._scales, []
+        return [(buffer, places) for buffer, places in scales if places]
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Let the weights of passes without gradients outlive them."""
+        self._holders += 1
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            self._forget()
+
+    def evaluates(self, does: bool) -> None:
+        """As `hold`, from now on, as long as the evaluation loop of a Trainer runs, or until it is said to have ended."""
+        self._evaluates = does
+        self._forget()
+
+    def _forget(self) -> None:
+        if not (self._holders or self._evaluates):
+            # Not cleared: a pass that is under way may have it.
+            self._held = {}
+
+    def _weights(self) -> _Weights | None:
+        current = self._passes.get(threading.get_ident())
+        if current is not None:
+            return current.weights
+        if self._holders and not torch.is_grad_enabled():
+            return self._held
+        return None
+
+    def _fill(self, current: _Pass, blocks: "Sequence[Sequence[QuantLayer]]") -> None:
+        """Make the weights of a pass that a kernel can make, in as few launches as there are forms of them."""
+        with_gradients = torch.is_grad_enabled()
+        hooks_are_strict = uses_deepspeed()
+        wanted: list[_Wanted] = []
+        for index, block in enumerate(blocks):
+            for layer in block:
+                state = layer.moq
+                weight = layer.parameter("weight")
+                if weight is None or not state.may_be_made_ahead(weight):
+                    continue
+                if state.awaits_call:
+                    # The last pass made it for nothing.
+                    continue
+                dtype = state.next_dtype(weight)
+                if self.take(state, weight, dtype) is not None:
+                    # Somebody holds it.
+                    continue
+                own = None
+                trains = with_gradients and weight.requires_grad
+                is_safe = state.is_always_called and not has_hooks(weight)
+                if trains and (hooks_are_strict or not is_safe):
+                    own = _copy(weight, dtype)
+                wanted.append(_Wanted(state, weight, dtype, index, own))
+        if not wanted:
+            return
+        blocks_made: dict[int, list[tuple[_Wanted, Tensor]]] = {}
+        for each, quantized in zip(wanted, self._launched(wanted), strict=True):
+            if quantized is None:
+                continue
+            each.state.awaits_call = True
+            current.filled.append(each.state)
+            if each.own is None and with_gradients and each.weight.requires_grad:
+                blocks_made.setdefault(each.block, []).append((each, quantized))
+            else:
+                result = quantized if each.own is None else each.own
+                self.keep(each.state, each.weight, each.dtype, result)
+        for made in blocks_made.values():
+            weights = [each.weight for each, _ in made]
+            results = straight_through_block(
+                weights, [quantized for _, quantized in made]
+            )
+            for (each, _), result in zip(made, results, strict=True):
+                self.keep(each.state, each.weight, each.dtype, result)
+
+    @makes_state
+    def _launched(self, wanted: "Sequence[_Wanted]") -> list[Tensor | None]:
+        """Make weights, each in memory of its own and without a graph; None for those that are no kernel's."""
+        places: dict[torch.device, list[int]] = {}
+        for index, each in enumerate(wanted):
+            if each.state.may_be_made_ahead(each.weight):
+                places.setdefault(each.weight.device, []).append(index)
+        self._scales = []
+        found: list[Tensor | None] = [None] * len(wanted)
+        for device, indices in places.items():
+            those = [wanted[index] for index in indices]
+            filled = self._launches[device](
+                [each.state.job(each.weight, each.dtype, each.own) for each in those]
+            )
+            scales: dict[LayerState, slice] = {}
+            for index, each, values, place in zip(
+                indices, those, filled.values, filled.places, strict=True
+            ):
+                if values is not None and place is not None:
+                    found[index] = each.state.shaped(values, each.weight)
+                    scales[each.state] = place
+            self._scales.append((filled.scales, scales))
+        return found
+
+    def made(
+        self,
+        weights: Sequence[Tensor],
+        places: Sequence[int],
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """What a compiled graph multiplies with, each in memory of its own: `quantized_in_graph` with this model."""
+        wanted = [
+            _Wanted(self.states[place], weight, dtype)
+            for place, weight in zip(places, weights, strict=True)
+        ]
+        return [
+            each.state.copied_or_quantized(each.weight, dtype)
+            if quantized is None
+            else quantized
+            for each, quantized in zip(wanted, self._launched(wanted), strict=True)
+        ]
+
+    def _trace(
+        self, module: nn.Module, blocks: "Sequence[Sequence[QuantLayer]]"
+    ) -> None:
+        """Have torch.compile put one operator at the head of its graph that makes all weights of the pass."""
+        if self.traced_by is not None and self.traced_by is not module:
+            return
+        self.traced_by = module
+        self.traced = {}
+        by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        for block in blocks:
+            for layer in block:
+                state = layer.moq
+                weight = layer.parameter("weight")
+                if weight is not None and state.may_be_traced_ahead(weight):
+                    dtype = state.next_dtype(weight)
+                    by_dtype.setdefault(dtype, []).append(
+                        (state.place, weight.detach())
+                    )
+        for dtype, those in by_dtype.items():
+            places = [place for place, _ in those]
+            weights = [weight for _, weight in those]
+            made = quantized_in_graph(weights, places, dtype, self.number)
+            for place, quantized in zip(places, made, strict=True):
+                self.traced[place] = dtype, quantized
+
+
+def is_running(module: nn.Module) -> bool:
+    """Whether this thread is inside a call of the module.
+
+    Read off the stack: a flag would not survive an interrupt from the keyboard.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is MODULE_CALL and frame.f_locals[code.co_varnames[0]] is module:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for a quantized weight, whose gradient is the weight's by a cast of PyTorch's own.
+
+    A kernel may write to it before anybody has read it.
+    """
+    return weight.clone() if weight.dtype == dtype else weight.to(dtype)
+
+
+_numbers = itertools.count()
+_of_number: "weakref.WeakValueDictionary[int, PassWeights]" = (
+    weakref.WeakValueDictionary()
+)
+
+
+# What a graph captured for good would be wrong after a drop: inductor is to leave it
+# out of those of mode "reduce-overhead".
+@torch.library.custom_op(
+    "moq_hf::quantized", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def quantized_in_graph(
+    weights: list[Tensor],
+    places: list[int],
+    dtype: torch.dtype,
+    number: Tensor,
+) -> list[Tensor]:
+    """What a compiled graph calls to quantize weights: it holds for all bits, and the numbers are those of eager code.
+
+    Args:
+        weights: Whole float weights, without a graph.
+        places: The numbers of their layers in the model.
+        dtype: Of the results.
+        number: That of the model's `PassWeights`.
+    """
+    return _of_number[int(number)].made(weights, places, dtype)
+
+
+@quantized_in_graph.register_fake
+def _(
+    weights: list[Tensor],
+    places: list[int],
+    dtype: torch.dtype,
+    number: Tensor,
+) -> list[Tensor]:
+    return [
+        torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        for weight in weights
+    ]
