@@ -110,7 +110,8 @@ class PassWeights:
         )
         self.traced: dict[int, tuple[torch.dtype, Tensor]] = {}
         self.traced_by: nn.Module | None = None
-        self._scales: list[tuple[Tensor, dict[LayerState, slice]]] = []
+        # By the first layer of each launch.
+        self._scales: dict[LayerState, tuple[Tensor, dict[LayerState, slice]]] = {}
         self.states: weakref.WeakValueDictionary[int, LayerState] = (
             weakref.WeakValueDictionary()
         )
@@ -137,10 +138,13 @@ class PassWeights:
             return
         thread = threading.get_ident()
         current = self._passes.get(thread)
-        if current is not None and current.module is not module:
-            # Of a pass that was interrupted from outside nothing tells but the stack.
-            if is_running(current.module):
-                return
+        if (
+            current is not None
+            and current.module is not module
+            # A pass may have been interrupted from the keyboard, without its hook.
+            and is_running(current.module)
+        ):
+            return
         if self._evaluates and not in_evaluation_loop():
             # It ended with an exception.
             self.evaluates(False)
@@ -151,22 +155,27 @@ class PassWeights:
         if blocks and triton_quant.available(blocks[0][0].float_weight.device):
             self._fill(current, blocks)
 
-    def end(self, module: nn.Module) -> None:
-        """End the pass of a module, if it began with it: its weights are gone."""
-        if torch.compiler.is_compiling() or self.traced_by is not None:
-            # A graph may have been left in the middle of a pass.
-            if self.traced_by is module:
-                self.traced, self.traced_by = {}, None
-            if torch.compiler.is_compiling():
-                return
+    def end(self, module: nn.Module, has_failed: bool) -> None:
+        """End the pass of a module, if it began with it: its weights are gone.
+
+        Args:
+            module: Which was called.
+            has_failed: Whether it raised an exception.
+        """
+        if self.traced_by is module:
+            self.traced, self.traced_by = {}, None
+        if torch.compiler.is_compiling():
+            return
         thread = threading.get_ident()
         current = self._passes.get(thread)
         if current is None or current.module is not module:
             return
         del self._passes[thread]
         for state in current.filled:
-            # The gradient of a block would call its hooks, with None.
-            state.is_always_called &= not state.awaits_call
+            if has_failed:
+                state.awaits_call = False
+            elif torch.is_grad_enabled():
+                state.is_always_called &= not state.awaits_call
 
     def take(
         self, state: "LayerState", weight: Tensor, dtype: torch.dtype
@@ -224,8 +233,8 @@ class PassWeights:
 
         They are not finite where a weight held NaN or Inf.
         """
-        scales, self._scales = self._scales, []
-        return [(buffer, places) for buffer, places in scales if places]
+        scales, self._scales = self._scales, {}
+        return list(scales.values())
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -238,7 +247,7 @@ class PassWeights:
             self._forget()
 
     def evaluates(self, does: bool) -> None:
-        """As `hold`, from now on, as long as the evaluation loop of a Trainer runs, or until it is said to have ended."""
+        """As `hold`, while the evaluation loop of a Trainer runs, until it is said to have ended."""
         self._evaluates = does
         self._forget()
 
@@ -257,48 +266,55 @@ class PassWeights:
 
     def _fill(self, current: _Pass, blocks: "Sequence[Sequence[QuantLayer]]") -> None:
         """Make the weights of a pass that a kernel can make, in as few launches as there are forms of them."""
-        with_gradients = torch.is_grad_enabled()
-        hooks_are_strict = uses_deepspeed()
-        wanted: list[_Wanted] = []
-        for index, block in enumerate(blocks):
-            for layer in block:
-                state = layer.moq
-                weight = layer.parameter("weight")
-                if weight is None or not state.may_be_made_ahead(weight):
-                    continue
-                if state.awaits_call:
-                    # The last pass made it for nothing.
-                    continue
-                dtype = state.next_dtype(weight)
-                if self.take(state, weight, dtype) is not None:
-                    # Somebody holds it.
-                    continue
-                own = None
-                trains = with_gradients and weight.requires_grad
-                is_safe = state.is_always_called and not has_hooks(weight)
-                if trains and (hooks_are_strict or not is_safe):
-                    own = _copy(weight, dtype)
-                wanted.append(_Wanted(state, weight, dtype, index, own))
+        wanted = [
+            each
+            for index, block in enumerate(blocks)
+            for each in self._wanted_of(block, index)
+        ]
         if not wanted:
             return
-        blocks_made: dict[int, list[tuple[_Wanted, Tensor]]] = {}
+        shared: dict[int, list[tuple[_Wanted, Tensor]]] = {}
         for each, quantized in zip(wanted, self._launched(wanted), strict=True):
             if quantized is None:
                 continue
             each.state.awaits_call = True
             current.filled.append(each.state)
-            if each.own is None and with_gradients and each.weight.requires_grad:
-                blocks_made.setdefault(each.block, []).append((each, quantized))
-            else:
-                result = quantized if each.own is None else each.own
+            if each.own is not None:
+                quantized = each.own
+            elif each.weight.requires_grad and torch.is_grad_enabled():
+                shared.setdefault(each.block, []).append((each, quantized))
+                continue
+            self.keep(each.state, each.weight, each.dtype, quantized)
+        for block_made in shared.values():
+            weights = [each.weight for each, _ in block_made]
+            results = straight_through_block(weights, [made for _, made in block_made])
+            for (each, _), result in zip(block_made, results, strict=True):
                 self.keep(each.state, each.weight, each.dtype, result)
-        for made in blocks_made.values():
-            weights = [each.weight for each, _ in made]
-            results = straight_through_block(
-                weights, [quantized for _, quantized in made]
-            )
-            for (each, _), result in zip(made, results, strict=True):
-                self.keep(each.state, each.weight, each.dtype, result)
+
+    def _wanted_of(
+        self, block: "Sequence[QuantLayer]", index: int
+    ) -> Iterator[_Wanted]:
+        """Find what is to be made ahead of the layers of a block."""
+        for layer in block:
+            state = layer.moq
+            weight = layer.parameter("weight")
+            # What the last pass made for nothing, this one does not make.
+            if (
+                weight is None
+                or state.awaits_call
+                or not state.may_be_made_ahead(weight)
+            ):
+                continue
+            dtype = state.next_dtype(weight)
+            if self.take(state, weight, dtype) is not None:
+                # Somebody holds it.
+                continue
+            own = None
+            if weight.requires_grad and torch.is_grad_enabled():
+                is_strict = has_hooks(weight) or uses_deepspeed()
+                if is_strict or not state.is_always_called:
+                    own = _copy(weight, dtype)
+            yield _Wanted(state, weight, dtype, index, own)
 
     @makes_state
     def _launched(self, wanted: "Sequence[_Wanted]") -> list[Tensor | None]:
@@ -307,7 +323,6 @@ class PassWeights:
         for index, each in enumerate(wanted):
             if each.state.may_be_made_ahead(each.weight):
                 places.setdefault(each.weight.device, []).append(index)
-        self._scales = []
         found: list[Tensor | None] = [None] * len(wanted)
         for device, indices in places.items():
             those = [wanted[index] for index in indices]
@@ -321,7 +336,8 @@ class PassWeights:
                 if values is not None and place is not None:
                     found[index] = each.state.shaped(values, each.weight)
                     scales[each.state] = place
-            self._scales.append((filled.scales, scales))
+            if scales:
+                self._scales[next(iter(scales))] = filled.scales, scales
         return found
 
     def made(

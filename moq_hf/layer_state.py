@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -235,7 +235,12 @@ class LayerState:
         return quantized
 
     def _computed(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The quantized weight, made anew, with its gradient; of `quantized_weight`'s arguments and errors."""
+        """The quantized weight, made anew, with its gradient; arguments as in `quantized_weight`.
+
+        Raises:
+            MoQError: A transform of torch.func has stacked the weight, or goes forward.
+            RuntimeError: The device has no memory for it.
+        """
         try:
             weight = self.merged(weight)
             return straight_through(weight, self._made_of(weight, dtype))

@@ -26,9 +26,9 @@ from transformers.pytorch_utils import Conv1D
 
 from . import quantizer
 from .errors import MoQError
+from .forward_pass import makes_state
 from .grid import RowBlocks
 from .inputs import InputObserver, inputs_out_of_reach
-from .forward_pass import makes_state
 from .layer_state import LayerState
 from .processes import is_apart, shape_of, whole
 from .schedule import FLOAT_BITS

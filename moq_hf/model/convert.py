@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from ..config import MoQConfig
 from ..errors import MoQError, check_choice
+from ..forward_pass import PassWeights, makes_state
 from ..grid import FP4
 from ..inputs import inputs_out_of_reach, new_inputs
-from ..forward_pass import PassWeights, makes_state
 from ..layer_state import LayerState
 from ..lora import merge_adapters
 from ..names import (
@@ -144,7 +144,8 @@ def prepare_model(
     for index, (name, module, parameter, kind) in enumerate(weights):
         grid = grid_of(module, config.of(name), parameter, inventory.table_bits)
         seed = RoundingSeed(config.seed, index)
-        dtype = mixed_precision() or module._parameters[parameter].dtype
+        weight = cast(Tensor, module._parameters[parameter])
+        dtype = mixed_precision() or weight.dtype
         state = LayerState(
             grid,
             config,
@@ -219,7 +220,7 @@ class WatchedPasses:
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """As a forward hook."""
-        self.passes.end(module)
+        self.passes.end(module, has_failed=output is None)
 
 
 def _blocks(module: nn.Module) -> list[list[QuantLayer]]:

@@ -26,9 +26,9 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 import transformers
-from torch import Tensor, nn
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from torch import Tensor, nn
 from transformers import modelcard, trainer_callback, trainer_utils
 
 from ..errors import MoQError, read_json, write_json
@@ -367,7 +367,7 @@ def uses_deepspeed() -> bool:
     """
     if not AcceleratorState._shared_state:
         return False
-    return AcceleratorState().distributed_type == DistributedType.DEEPSPEED
+    return bool(AcceleratorState().distributed_type == DistributedType.DEEPSPEED)
 
 
 # Models of transformers.

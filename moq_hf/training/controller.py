@@ -12,8 +12,8 @@ from torch import nn
 
 from ..config import MoQConfig
 from ..errors import MoQError, explained
+from ..forward_pass import makes_state
 from ..inputs import load_ranges, ranges_of, update_ranges
-from ..layer_state import makes_state
 from ..model.convert import check_finite, check_scales, prepare_model
 from ..model.inventory import Inventory
 from ..model.selection import split_blocks, take_inventory
