@@ -165,6 +165,8 @@ class Precision(NamedTuple):
         reach: How many scales the farthest code can be from zero.
         searches: Whether clipping ratios are searched; ternary and binary grids set
             their own scale.
+        clips: Whether a code may be beyond the last one, though its group's largest
+            weight makes the scale.
 
     >>> narrow, full, unsigned = Grid().at(4), Grid(full=True).at(4), Grid(symmetric=False).at(4)
     >>> [(own.low, own.high, own.top, own.reach) for own in (narrow, full, unsigned)]
@@ -191,6 +193,7 @@ class Precision(NamedTuple):
     top: int
     reach: int
     searches: bool
+    clips: bool
 
     def check(self) -> None:
         """Check that the grid exists at the bit width.
@@ -279,6 +282,8 @@ class Grid:
         is_searched = self.search == "mse" or (
             self.search == "auto" and bits <= SEARCHED_BITS
         )
+        # The largest quotient is the last code, but for a rounded scale, and noise.
+        is_plain = is_int and self.symmetric and not is_full and not self.stochastic
         return Precision(
             grid=self,
             bits=bits,
@@ -291,6 +296,7 @@ class Grid:
             top=top,
             reach=max(1, high, -low),
             searches=is_searched and is_uniform,
+            clips=not is_plain or self.scale_dtype != "float32",
         )
 
 

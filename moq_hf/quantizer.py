@@ -43,7 +43,7 @@ specification 1.0, its exponent and NVFP4 as compressed-tensors 0.20 has them.
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ _RATIOS_OF: dict[Format, tuple[float, ...]] = {
     "nvfp4": HIGHER_RATIOS + RATIOS[:9],
 }
 _TINY = torch.finfo(torch.float32).tiny
+_BELOW_TINY = _TINY - 2.0**-149
 # Weights that a CPU takes at once where one pass over all of them would leave its
 # caches: 384 KB of float32.
 _BLOCK = 98_304
@@ -258,28 +259,24 @@ def rounded(
 ) -> tuple[Tensor, Tensor]:
     """`fake_quantize_with_scale` in as few steps as can be, without a look at its arguments: see `check`."""
     grid = precision.grid
-    x = _groups(weight, grid.shape(*weight.shape))
-    noise = uniform(x, seed) if grid.stochastic else None
+    x = _groups(weight, grid.grouping.shape(*weight.shape))
     scale, offset = _scales(x, precision, ratio)
+    noise = uniform(x, seed) if grid.stochastic else None
     out = torch.empty_like(x, dtype=dtype or weight.dtype)
-    is_float32 = out.dtype == torch.float32
-    blocks: Iterable[slice] = _blocks(x)
-    if is_float32 and precision.is_uniform and not precision.is_fp4:
-        # A float32 result needs no buffer that should stay in the caches.
-        blocks = [slice(None)]
-    for rows in blocks:
-        part = x[rows]
-        values = out[rows]
-        if not is_float32:
-            values = torch.empty_like(part, dtype=torch.float32)
-        part_offset, part_noise = (
-            None if tensor is None else tensor[rows] for tensor in (offset, noise)
-        )
-        _on_grid(part, precision, scale[rows], part_offset, part_noise, values)
+    whole = x, scale, offset, noise, out
+    is_buffered = out.dtype != torch.float32
+    blocks: Iterable[tuple[Any, ...]] = [whole]
+    # A float32 result of equal steps needs no buffer that should stay in the caches.
+    if is_buffered or precision.is_fp4 or not precision.is_uniform:
+        blocks = _in_blocks(*whole)
+    clips = ratio is not None or precision.clips
+    for part, scales, offsets, noises, result in blocks:
+        values = torch.empty_like(part, dtype=torch.float32) if is_buffered else result
+        _on_grid(part, precision, scales, offsets, noises, values, clips)
         if blend:
             values.mul_(1.0 - blend).add_(part.to(torch.float32) * blend)
-        if not is_float32:
-            out[rows] = values
+        if is_buffered:
+            result.copy_(values)
     return out.view(weight.shape), scale
 
 
@@ -312,7 +309,7 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
             f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search"
         )
     x = _groups(weight, shape)
-    best = [_best_ratio(x[rows].to(torch.float32), precision) for rows in _blocks(x)]
+    best = [_best_ratio(part.to(torch.float32), precision) for (part,) in _in_blocks(x)]
     return torch.cat(best).view(shape)
 
 
@@ -423,11 +420,16 @@ def _groups(weight: Tensor, shape: tuple[int, int]) -> Tensor:
     return x.to(torch.float32) if x.dtype == torch.float64 else x
 
 
-def _blocks(x: Tensor) -> Iterator[slice]:
-    """Yield the groups that are taken at once: on a CPU what fits its caches, elsewhere all."""
-    size = max(1, _BLOCK // x.shape[1]) if x.device.type == "cpu" else len(x)
-    for first in range(0, len(x), size):
-        yield slice(first, first + size)
+def _in_blocks(x: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Yield the groups, with their part of the others, that are taken at once: on a CPU what fits its caches."""
+    groups = x.shape[0]
+    size = max(1, _BLOCK // x.shape[1]) if x.device.type == "cpu" else groups
+    if size >= groups:
+        yield x, *others
+        return
+    for first in range(0, groups, size):
+        rows = slice(first, first + size)
+        yield tuple(None if tensor is None else tensor[rows] for tensor in (x, *others))
 
 
 def _scales(
@@ -441,7 +443,7 @@ def _scales(
     if precision.is_uniform:
         ratio = None if ratio is None else ratio.reshape(-1, 1)
         return _uniform_scale(*_range(x, precision), precision, ratio)
-    parts = [_few_scales(x[rows], precision.bits) for rows in _blocks(x)]
+    parts = [_few_scales(part, precision.bits) for (part,) in _in_blocks(x)]
     scales, thresholds = zip(*parts, strict=True)
     return _as_stored(torch.cat(scales), precision), torch.cat(thresholds)
 
@@ -455,7 +457,8 @@ def _few_scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     threshold = torch.where(is_zero, torch.inf, mean * 0.7)
     if bits == 1:
         return torch.where(is_zero, 0.0, mean), threshold
-    above = magnitude.gt(threshold).to(torch.float32)
+    # A comparison is quicker where it writes floats.
+    above = torch.gt(magnitude, threshold, out=torch.empty_like(magnitude))
     scale = _mean(magnitude.mul_(above), above.sum(1, keepdim=True))
     return torch.where(is_zero, 1.0, scale), threshold
 
@@ -467,19 +470,24 @@ def _codes(
     offset: Tensor | None,
     noise: Tensor | None,
     out: Tensor,
+    clips: bool = True,
 ) -> Tensor:
-    """Write the codes of groups, integers, to the float32 memory of `out`; `scale` and `offset` are from `_scales`."""
+    """Write the codes of groups, integers, to the float32 memory of `out`; `scale` and `offset` are from `_scales`.
+
+    `clips` is whether a code may be beyond the last one; see `Precision`.
+    """
     if precision.bits == 1:
         return torch.ge(x, 0.0, out=out).mul_(2.0).sub_(1.0)
     if offset is not None and not precision.is_uniform:
-        return out.copy_(x.to(torch.float32).abs() > offset).copysign_(x)
+        return out.copy_(x).abs_().gt_(offset).copysign_(x)
     torch.div(x, scale, out=out)
     steps = None
     if precision.is_fp4:
-        # How far apart codes are: neither a product nor a quotient with it is rounded.
-        size = out.abs()
-        steps = torch.ones_like(size).masked_fill_(size >= 4, 2.0)
-        out.div_(steps.masked_fill_(size >= 8, 4.0))
+        # How far apart codes are, by the exponent: 1 below 4, 2 below 8, then 4.
+        # Neither a product nor a quotient with it is rounded.
+        power = (out.view(torch.int32) & 0x7F800000).view(torch.float32)
+        steps = power.clamp_(2.0, 8.0).mul_(0.5)
+        out.div_(steps)
     if noise is None:
         out.round_()
     else:
@@ -488,7 +496,7 @@ def _codes(
         out.mul_(steps)
     if offset is not None:
         out.add_(offset)
-    return out.clamp_(precision.low, precision.high)
+    return out.clamp_(precision.low, precision.high) if clips else out
 
 
 def _on_grid(
@@ -498,9 +506,10 @@ def _on_grid(
     offset: Tensor | None,
     noise: Tensor | None,
     out: Tensor,
+    clips: bool = True,
 ) -> Tensor:
     """Write what groups become on their grid to `out`, as `_codes` takes its arguments."""
-    _codes(x, precision, scale, offset, noise, out)
+    _codes(x, precision, scale, offset, noise, out, clips)
     if offset is not None and not precision.grid.symmetric:
         out.sub_(offset)
     return out.mul_(scale)
@@ -515,13 +524,19 @@ def _mean(magnitude: Tensor, count: int | Tensor) -> Tensor:
 
 
 def _range(x: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
-    """Find both ends of groups, float32 `[groups, 1]`: mirrored for a narrow range, otherwise with 0 in between."""
+    """Find both ends of groups, float32 `[groups, 1]`, with 0 in between.
+
+    Of a symmetric grid the second is what its scale is made of: the largest magnitude,
+    with its sign for a full range.
+    """
     low = x.amin(1, keepdim=True).float()
     high = x.amax(1, keepdim=True).float()
-    if precision.grid.symmetric and not precision.is_full:
-        high = torch.maximum(high, -low)
-        return -high, high
-    return low.clamp(max=0.0), high.clamp(min=0.0)
+    if not precision.grid.symmetric:
+        return low.clamp_(max=0.0), high.clamp_(min=0.0)
+    mirrored = -low
+    if precision.is_full:
+        return low, torch.where(high >= mirrored, high, low)
+    return low, torch.maximum(high, mirrored)
 
 
 def _uniform_scale(
@@ -529,15 +544,17 @@ def _uniform_scale(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the scale and zero point of groups with these ends, each `[groups, 1]`."""
     symmetric = precision.grid.symmetric
-    if precision.is_full:
-        high = torch.where(high >= -low, high, low)
     if ratio is not None:
         low = low * ratio
         high = high * ratio
     span = high if symmetric else high - low
     # Division by a number would be a multiplication by its reciprocal on CUDA.
     scale = span / torch.full_like(span, precision.top)
-    scale = _as_stored(torch.where(scale.abs() < _TINY, 1.0, scale), precision)
+    if precision.is_full:
+        scale.masked_fill_(scale.abs() < _TINY, 1.0)
+    else:
+        scale = torch.threshold(scale, _BELOW_TINY, 1.0)
+    scale = _as_stored(scale, precision)
     if symmetric:
         return scale, None
     return scale, (-low / scale).round_().clamp_(precision.low, precision.high)
