@@ -5,6 +5,7 @@ training. The numerics that it names are defined in `quantizer`. An `InputGrid` 
 the inputs of a layer are rounded, as `inputs` defines it.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
@@ -255,6 +256,10 @@ class Grid:
         )
         return wanted and self.is_uniform(bits)
 
+    def at(self, bits: int) -> "Precision":
+        """The grid at a bit width."""
+        return _at(self, bits)
+
     def check(self, bits: int) -> None:
         """Check that the grid exists at a bit width.
 
@@ -272,6 +277,39 @@ class Grid:
             )
         if self.stochastic and not self.is_uniform(bits):
             raise ValueError(f"{bits} bits symmetric rounds to nearest only")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A grid at a bit width, with what its methods say of it there."""
+
+    grid: Grid
+    bits: int
+    low: int
+    high: int
+    top: int
+    reach: int
+    is_uniform: bool
+    is_full: bool
+    is_fp4: bool
+    format: Format
+    searches: bool
+
+
+@functools.cache
+def _at(grid: Grid, bits: int) -> Precision:
+    return Precision(
+        grid,
+        bits,
+        *grid.limits(bits),
+        grid.top(bits),
+        grid.reach(bits),
+        grid.is_uniform(bits),
+        grid.is_full(bits),
+        grid.is_fp4(bits),
+        grid.format_at(bits),
+        grid.searches(bits),
+    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import itertools
 import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -156,10 +155,6 @@ class LayerState:
         # Quantized weights of the pass that is under way, where the backward pass is to
         # compute them again.
         self.made: list[Tensor] | None = None
-        # By device: DataParallel's replicas share the state, each in a thread.
-        self.levels: defaultdict[torch.device, triton_quant.Levels] = defaultdict(
-            triton_quant.Levels
-        )
         # Compiled graphs know the state by its number: a tensor, on which they do not
         # depend.
         number = next(_numbers)
@@ -170,7 +165,7 @@ class LayerState:
         return {
             name: value
             for name, value in vars(self).items()
-            if name not in ("copies", "made", "levels", "number")
+            if name not in ("copies", "made", "number")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -251,11 +246,6 @@ class LayerState:
                 "moq_hf.dequantize_model"
             ) from error
 
-    def renew(self) -> None:
-        """After a change of bits, ratios or blend: write them where captured CUDA graphs read them."""
-        for levels in tuple(self.levels.values()):
-            levels.write(self.bits, self.grid, self.ratio, self.blend)
-
     def fake_quantize(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The quantized weight in memory of its own, without a graph; also notes its scale.
 
@@ -264,10 +254,9 @@ class LayerState:
             dtype: Of the result.
         """
         self.handed_dtype = weight.dtype if self.handed_over else None
-        fake_quantize, how = quantizer.fake_quantize_with_scale, {}
+        fake_quantize = quantizer.fake_quantize_with_scale
         if self.config.kernel is not False:
             fake_quantize = triton_quant.fake_quantize_with_scale
-            how["levels"] = self.levels[weight.device]
         values, scale = fake_quantize(
             to_rows(weight.detach(), self.kind),
             self.bits,
@@ -276,7 +265,6 @@ class LayerState:
             seed=self.seed,
             blend=self.blend,
             dtype=dtype,
-            **how,
         )
         # What is traced has no values that could be looked at afterwards, and no step
         # follows on what inference mode makes.

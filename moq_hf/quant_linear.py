@@ -193,12 +193,10 @@ class QuantLayer(QuantModule):
         ):
             matrix = to_rows(self.whole_weight(), self.kind)
             state.ratio = quantizer.least_squares_ratio(matrix, state.bits, state.grid)
-        state.renew()
 
     def invalidate(self) -> None:
         """Drop the copies that evaluation has made, and see whether an engine has taken the weight over."""
         self.moq.copies.clear()
-        self.moq.renew()
         # FSDP2 leaves some weights gathered after a pass without gradients.
         self.moq.handed_over |= is_apart(self.float_weight)
 
