@@ -331,25 +331,15 @@ def _signed(size, x):
     return _bits(_bits(size, int32) | (_bits(x, int32) & ~_MAGNITUDE), float32)
 
 
-# `tl.max` and `tl.sum` are of the interpreter or of the compiler from Triton's import on.
+# `tl.max` and `tl.sum` would not follow TRITON_INTERPRET where it is set after the import.
 @triton.jit
 def _largest(tile):
-    return tl.reduce(tile, 1, _larger, keep_dims=True)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
+    return tl.reduce(tile, 1, tl.standard._elementwise_max, keep_dims=True)
 
 
 @triton.jit
 def _sum(tile):
-    return tl.reduce(tile, 1, _plus, keep_dims=True)
-
-
-@triton.jit
-def _plus(a, b):
-    return a + b
+    return tl.reduce(tile, 1, tl.standard._sum_combine, keep_dims=True)
 
 
 @triton.jit
