@@ -329,6 +329,8 @@ class PassWeights:
             filled = self._launches[device](
                 [each.state.job(each.weight, each.dtype, each.own) for each in those]
             )
+            if filled is None:
+                continue
             scales: dict[LayerState, slice] = {}
             for index, each, values, place in zip(
                 indices, those, filled.values, filled.places, strict=True
