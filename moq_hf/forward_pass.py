@@ -93,11 +93,9 @@ class PassWeights:
     The states of all its layers share one. Copies and pickles of it are empty.
 
     Attributes:
-        number: Tells compiled graphs which model is meant: a tensor, on which they do
-            not depend.
-        states: The model's layers, by their number among them.
-        traced: While torch.compile traces a pass: the quantized weights by the layers'
-            numbers, each with its dtype.
+        traced: While torch.compile traces a pass, the quantized weights that an
+            operator at its head gives, by the layers' numbers, each with its dtype.
+        traced_by: The module whose pass that is.
     """
 
     def __init__(self) -> None:
@@ -112,12 +110,6 @@ class PassWeights:
         self.traced_by: nn.Module | None = None
         # By the first layer of each launch.
         self._scales: dict[LayerState, tuple[Tensor, dict[LayerState, slice]]] = {}
-        self.states: weakref.WeakValueDictionary[int, LayerState] = (
-            weakref.WeakValueDictionary()
-        )
-        number = next(_numbers)
-        self.number = torch.tensor(number, device="cpu")
-        _of_number[number] = self
 
     def __reduce__(self) -> tuple[type["PassWeights"], tuple[()]]:
         return PassWeights, ()
@@ -344,14 +336,14 @@ class PassWeights:
 
     def made(
         self,
+        states: "Sequence[LayerState]",
         weights: Sequence[Tensor],
-        places: Sequence[int],
         dtype: torch.dtype,
     ) -> list[Tensor]:
-        """What a compiled graph multiplies with, each in memory of its own: `quantized_in_graph` with this model."""
+        """What a compiled graph multiplies with, each in memory of its own; see `quantized_in_graph`."""
         wanted = [
-            _Wanted(self.states[place], weight, dtype)
-            for place, weight in zip(places, weights, strict=True)
+            _Wanted(state, weight, dtype)
+            for state, weight in zip(states, weights, strict=True)
         ]
         return [
             each.state.copied_or_quantized(each.weight, dtype)
@@ -368,22 +360,20 @@ class PassWeights:
             return
         self.traced_by = module
         self.traced = {}
-        by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        by_dtype: dict[torch.dtype, list[tuple[LayerState, Tensor]]] = {}
         for block in blocks:
             for layer in block:
                 state = layer.moq
                 weight = layer.parameter("weight")
                 if weight is not None and state.may_be_traced_ahead(weight):
                     dtype = state.next_dtype(weight)
-                    by_dtype.setdefault(dtype, []).append(
-                        (state.place, weight.detach())
-                    )
+                    by_dtype.setdefault(dtype, []).append((state, weight.detach()))
         for dtype, those in by_dtype.items():
-            places = [place for place, _ in those]
+            numbers = torch.tensor([state.number for state, _ in those], device="cpu")
             weights = [weight for _, weight in those]
-            made = quantized_in_graph(weights, places, dtype, self.number)
-            for place, quantized in zip(places, made, strict=True):
-                self.traced[place] = dtype, quantized
+            made = quantized_in_graph(weights, numbers, dtype)
+            for (state, _), quantized in zip(those, made, strict=True):
+                self.traced[state.number] = dtype, quantized
 
 
 def is_running(module: nn.Module) -> bool:
@@ -409,9 +399,16 @@ def _copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _numbers = itertools.count()
-_of_number: "weakref.WeakValueDictionary[int, PassWeights]" = (
+_of_number: "weakref.WeakValueDictionary[int, LayerState]" = (
     weakref.WeakValueDictionary()
 )
+
+
+def numbered(state: "LayerState") -> int:
+    """Give a layer's state the number by which compiled graphs know it."""
+    number = next(_numbers)
+    _of_number[number] = state
+    return number
 
 
 # What a graph captured for good would be wrong after a drop: inductor is to leave it
@@ -420,30 +417,43 @@ _of_number: "weakref.WeakValueDictionary[int, PassWeights]" = (
     "moq_hf::quantized", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )
 def quantized_in_graph(
-    weights: list[Tensor],
-    places: list[int],
-    dtype: torch.dtype,
-    number: Tensor,
+    weights: list[Tensor], numbers: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
     """What a compiled graph calls to quantize weights: it holds for all bits, and the numbers are those of eager code.
 
     Args:
-        weights: Whole float weights, without a graph.
-        places: The numbers of their layers in the model.
+        weights: Whole float weights, or rows of a table, of one model, without a graph.
+        numbers: Those of the layers, int64: a tensor, on which graphs do not depend, so
+            that layers of one class share them.
         dtype: Of the results.
-        number: That of the model's `PassWeights`.
     """
-    return _of_number[int(number)].made(weights, places, dtype)
+    states = [_of_number[number] for number in numbers.tolist()]
+    return states[0].passes.made(states, weights, dtype)
 
 
 @quantized_in_graph.register_fake
-def _(
-    weights: list[Tensor],
-    places: list[int],
-    dtype: torch.dtype,
-    number: Tensor,
-) -> list[Tensor]:
+def _(weights: list[Tensor], numbers: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return [
         torch.empty(weight.shape, dtype=dtype, device=weight.device)
         for weight in weights
     ]
+
+
+# In a checkpointed part of a graph no layer may note anything while it is traced. An
+# operator without an effect is dropped from the graph, but by then its fake
+# implementation was called.
+@torch.library.custom_op("moq_hf::note_use", mutates_args=())
+def note_use(like: Tensor, number: int) -> Tensor:
+    """Note that a graph uses the weight of a layer that the operator at its head made.
+
+    Args:
+        like: Any tensor.
+        number: The layer's.
+    """
+    return torch.empty_like(like)
+
+
+@note_use.register_fake
+def _(like: Tensor, number: int) -> Tensor:
+    _of_number[number].used = True
+    return torch.empty_like(like)

@@ -13,7 +13,14 @@ from transformers import Trainer
 from . import quantizer, triton_quant
 from .config import MoQConfig
 from .errors import MoQError, one_line
-from .forward_pass import MODULE_CALL, PassWeights, makes_state, quantized_in_graph
+from .forward_pass import (
+    MODULE_CALL,
+    PassWeights,
+    makes_state,
+    note_use,
+    numbered,
+    quantized_in_graph,
+)
 from .grid import Grid, Precision
 from .inputs import InputObserver
 from .processes import is_sharded
@@ -101,7 +108,6 @@ class LayerState:
         lora: Gives the weight with PEFT's adapters in it, where `"lora": "merged"` asks
             for that; see `MergedLora`.
         passes: The quantized weights of the model's passes, shared with its other layers.
-        place: The layer's number there.
         read_dtype: The dtype in which a forward pass last multiplied with the weight.
         is_always_called: Whether each pass that made the weight ahead called the layer.
         awaits_call: Whether the pass that is under way made it, and has not called it.
@@ -124,7 +130,6 @@ class LayerState:
     dtype: torch.dtype = torch.float32
     lora: Any = field(default=None, repr=False)
     passes: PassWeights = field(default_factory=PassWeights, repr=False)
-    place: int = 0
     read_dtype: torch.dtype = torch.float32
     is_always_called: bool = True
     awaits_call: bool = False
@@ -138,13 +143,14 @@ class LayerState:
         self.made: list[Tensor] | None = None
         # What a hook was given to read, which it may have written to.
         self.lent: Tensor | None = None
-        self.passes.states[self.place] = self
+        self.number = numbered(self)
+        self.numbers = torch.tensor([self.number], device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             name: value
             for name, value in vars(self).items()
-            if name not in ("made", "lent")
+            if name not in ("made", "lent", "number", "numbers")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -175,9 +181,9 @@ class LayerState:
         try:
             if is_experts(self.kind):
                 return self.quantized_weight(weight, weight.dtype)
-            self.used = True
             if torch.compiler.is_compiling() and not is_exporting():
                 return self._traced(weight, weight.dtype)
+            self.used = True
             if self.bits == FLOAT_BITS or weight.is_meta:
                 return self.merged(weight)
             quantized = self._computed(weight, weight.dtype)
@@ -213,9 +219,9 @@ class LayerState:
         """
         if dtype is None:
             dtype = _matmul_dtype(weight)
-        self.used = True
         if torch.compiler.is_compiling() and not is_exporting():
             return self._traced(weight, dtype)
+        self.used = True
         if self.bits == FLOAT_BITS or weight.is_meta:
             return self.merged(weight)
         self.read_dtype = dtype
@@ -260,14 +266,11 @@ class LayerState:
         Args:
             rows: `[..., embedding_dim]`, with a graph where the table is trained.
         """
-        self.used = True
         matrix = rows.flatten(0, -2)
         if torch.compiler.is_compiling():
-            number = self.passes.number
-            made = quantized_in_graph(
-                [matrix.detach()], [self.place], rows.dtype, number
-            )
-            return straight_through(rows, made[0].view_as(rows))
+            (made,) = quantized_in_graph([matrix.detach()], self.numbers, rows.dtype)
+            return straight_through(rows, made.view_as(rows))
+        self.used = True
         return straight_through(rows, self._made_of(matrix, rows.dtype).view_as(rows))
 
     def _made_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -279,15 +282,14 @@ class LayerState:
     def _traced(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """What a compiled graph multiplies with: of the operator at its head, or of one here for this weight alone."""
         merged = self.merged(weight)
-        made = self.passes.traced.get(self.place)
-        if made is None or made[0] != dtype or self.lora:
-            self.read_dtype = dtype
-            number = self.passes.number
-            (quantized,) = quantized_in_graph(
-                [merged.detach()], [self.place], dtype, number
-            )
+        traced = self.passes.traced
+        # Layers of one class share a graph without a head, which knows none of them.
+        ahead = traced.get(self.number) if traced else None
+        if ahead is not None and ahead[0] == dtype and not self.lora:
+            quantized = ahead[1]
+            note_use(quantized, self.number)
         else:
-            quantized = made[1]
+            (quantized,) = quantized_in_graph([merged.detach()], self.numbers, dtype)
         return straight_through(merged, quantized)
 
     def _check_lent(self, weight: Tensor) -> None:

@@ -281,26 +281,6 @@ def rounded(
     return out.view(weight.shape), scale
 
 
-def rounded(
-    weight: Tensor,
-    precision: Precision,
-    ratio: Tensor | None = None,
-    seed: RoundingSeed = _FIRST,
-    blend: float = 0.0,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`fake_quantize_with_scale` at a precision, with arguments that were found right."""
-    return fake_quantize_with_scale(
-        weight,
-        precision.bits,
-        precision.grid,
-        ratio=ratio,
-        seed=seed,
-        blend=blend,
-        dtype=dtype,
-    )
-
-
 def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
     """The clipping ratio of each group, out of 1.00, 0.95, ... 0.20, with the least sum of squared errors.
 

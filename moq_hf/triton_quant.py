@@ -8,7 +8,7 @@ float16.
 import functools
 import logging
 import struct
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -451,8 +451,9 @@ def _is_tried(job: Job, form: _Form, many: bool) -> bool:
     low, high = min(precision.low, -1), max(precision.high, 1)
     hard = (steps * (low + place % (2 * (high - low) + 1) / 2)).to(form.source)
     ratio = None if job.ratio is None else steps.abs().clamp(0.2, 1.0)
-    hard_job = job._replace(weight=hard, precision=precision, ratio=ratio)
-    expected, _ = quantizer.rounded(*hard_job)
+    hard_job = job._replace(weight=hard, precision=precision, ratio=ratio, out=None)
+    arguments = hard_job[:-1]
+    expected, _ = quantizer.rounded(*arguments)
     # The launch below finds it among those that work.
     _works[variant] = True
     try:
@@ -460,7 +461,7 @@ def _is_tried(job: Job, form: _Form, many: bool) -> bool:
             filled = Launches()([hard_job])
             found = filled.values[0] if filled else None
         else:
-            found, _ = rounded(*hard_job)
+            found, _ = rounded(*arguments)
     except BaseException:
         del _works[variant]
         raise
@@ -500,14 +501,12 @@ def _planned(jobs: Sequence[Job]) -> _Plan:
         if form.is_long:
             marked = scales
     blends = any(form.blends for _, _, form in usable)
-    return _Plan(
-        list(launches.values()), rows, table, places, scales, marked, blends
-    )
+    return _Plan(list(launches.values()), rows, table, places, scales, marked, blends)
 
 
 def _alone(job: Job, form: _Form) -> tuple[Tensor, Tensor]:
     """Quantize one weight, whose addresses are arguments of the kernel."""
-    weight, precision, ratio, seed, blend, dtype = job
+    weight, precision, ratio, seed, blend, dtype, _ = job
     groups, length = _groups(weight, precision.grid)
     x = weight.detach().contiguous()
     y = torch.empty(x.shape, dtype=form.written, device=x.device)

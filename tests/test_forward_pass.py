@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from model_zoo import arguments
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from model_zoo import arguments
 
 from moq_hf import MoQCallback, MoQError, quantize_model, quantizer, triton_quant
 from moq_hf.model.convert import check_scales, quant_layers
@@ -186,6 +186,10 @@ def test_checkpointing_computes_anew_and_trains_the_same(
     assert same(found[0], found[1]) and same(found[0], gradients(model))
 
 
+def loss_with(parameters: dict[str, Tensor], model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.functional_call(model, parameters, (x,)).pow(2).sum()
+
+
 def test_it_is_differentiable_twice_and_by_torch_func(launched: Launched, without_kernel: Callable[[], None]) -> None:
     found = []
     for alone in (False, True):
@@ -196,7 +200,7 @@ def test_it_is_differentiable_twice_and_by_torch_func(launched: Launched, withou
         grads = torch.autograd.grad(model(x).pow(2).sum(), parameters, create_graph=True)
         second = torch.autograd.grad(sum(grad.pow(2).sum() for grad in grads), parameters)
         given = dict(model.named_parameters())
-        by_func = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).pow(2).sum())(given)
+        by_func = torch.func.grad(loss_with)(given, model, x)
         found.append([*grads, *second, *by_func.values()])
     assert all(map(torch.equal, *found))
 
@@ -401,7 +405,9 @@ def test_generation_quantizes_once(launched: Launched) -> None:
 def test_tables_quantize_the_rows_that_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rounded: list[int] = []
     real = quantizer.rounded
-    monkeypatch.setattr(quantizer, "rounded", lambda weight, *a, **k: rounded.append(len(weight)) or real(weight, *a, **k))
+    monkeypatch.setattr(
+        quantizer, "rounded", lambda weight, *a, **k: rounded.append(len(weight)) or real(weight, *a, **k)
+    )
     model: Any = nn.Sequential(nn.Embedding(50, 8, padding_idx=3), nn.Linear(8, 2))
     quantize_model(model, {**FIXED, "embeddings": 4, "quantize_heads": True})
     table = model[0]

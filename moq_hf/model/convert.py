@@ -153,7 +153,6 @@ def prepare_model(
             seed=seed,
             name=name,
             passes=passes,
-            place=index,
             read_dtype=dtype,
         )
         if name in inventory.experts:

@@ -1,4 +1,4 @@
-"""How long a quantized weight lives: a pass, or as long as somebody holds it and nothing changes that it was made of."""
+"""How long a quantized weight lives: a pass, or while somebody holds it and nothing changes that it was made of."""
 
 import contextlib
 import copy
