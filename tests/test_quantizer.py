@@ -1,5 +1,7 @@
 import itertools
+import sys
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import numerics
@@ -289,6 +291,44 @@ def test_stochastic_rounding_is_unbiased_and_keyed() -> None:
     u = quantizer.uniform(torch.empty(1_000_001), RoundingSeed(3))
     assert u.shape == (1_000_001,) and float(u.min()) >= 0 and float(u.max()) < 1
     assert abs(float(u.mean()) - 0.5) < 5 * (1 / 12 / 1e6) ** 0.5
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8, 16])
+def test_codes_that_are_not_clipped_need_not_be(bits: int) -> None:
+    # Scales of all mantissas, rounded up and down.
+    w = torch.randn(100_000, 1).exp() * torch.tensor([[1.0, -1.0]])
+    grid = Grid(PerChannel())
+    assert not grid.at(bits).clips
+    exact = quantizer.dequantize(*quantizer.quantize(w, bits, grid))
+    assert numerics.same_bits(quantizer.rounded(w, grid.at(bits))[0], exact)
+    for other in (Grid(full=True), Grid(symmetric=False), Grid(stochastic=True), Grid(scale_dtype="bfloat16")):
+        assert other.at(bits).clips, other
+
+
+def test_a_scale_below_the_smallest_normal_number_is_one() -> None:
+    least = torch.finfo(torch.float32).tiny
+    for full, top in ((False, 7), (True, -8)):
+        w = torch.tensor([least, least - 2.0**-149, torch.nan])[:, None] * top
+        scale = quantizer.rounded(w, Grid(PerChannel(), full=full).at(4))[1].flatten()
+        assert scale[0] == least and scale[1] == 1.0 and scale[2].isnan()
+
+
+def test_a_layer_s_weight_is_quantized_in_few_calls() -> None:
+    called: list[str] = []
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    precision = Grid(PerChannel()).at(8)
+    quantizer.rounded(W, precision)
+    sys.setprofile(profile)
+    try:
+        quantizer.rounded(W, precision)
+    finally:
+        sys.setprofile(None)
+    # Nothing is checked, and no grid is hashed.
+    assert len(called) <= 10 and not {"check", "__hash__", "__eq__"} & set(called)
 
 
 def test_blend_is_a_weighted_sum() -> None:
