@@ -21,7 +21,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,6 @@ from .seams.transformers import (
 )
 from .straight_through import straight_through_block
 
-if TYPE_CHECKING:
-    from .layer_state import LayerState
-    from .quant_linear import QuantLayer
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Every call of a module runs this code, whatever the module's class is.
@@ -51,6 +47,12 @@ def makes_state(function: _Function) -> _Function:
     """Decorate what makes tensors that outlive a pass, so that they can be trained with after one in inference mode."""
     without_graph = torch.no_grad()(function)
     return torch.inference_mode(False)(without_graph)
+
+
+# A `LayerState`, and a `QuantLayer` with one: both are defined with the help of this
+# module.
+State = Any
+Layer = Any
 
 
 class Made(NamedTuple):
@@ -66,20 +68,20 @@ class Made(NamedTuple):
     alive: list[Any] | None
 
 
-_Weights = dict["LayerState", Made]
+_Weights = dict[State, Made]
 
 
 class _Pass(NamedTuple):
     module: nn.Module
     weights: _Weights
     # Those whose weights were made when the pass began.
-    filled: "list[LayerState]"
+    filled: list[State]
 
 
 class _Wanted(NamedTuple):
     """A weight that is to be made when a pass begins."""
 
-    state: "LayerState"
+    state: State
     weight: Tensor
     dtype: torch.dtype
     block: int = 0
@@ -93,9 +95,7 @@ class PassWeights:
     The states of all its layers share one. Copies and pickles of it are empty.
 
     Attributes:
-        traced: While torch.compile traces a pass, the quantized weights that an
-            operator at its head gives, by the layers' numbers, each with its dtype.
-        traced_by: The module whose pass that is.
+        traced_by: The module whose pass torch.compile traces.
     """
 
     def __init__(self) -> None:
@@ -106,17 +106,15 @@ class PassWeights:
         self._launches: defaultdict[torch.device, triton_quant.Launches] = defaultdict(
             triton_quant.Launches
         )
-        self.traced: dict[int, tuple[torch.dtype, Tensor]] = {}
+        self._traced: list[State] = []
         self.traced_by: nn.Module | None = None
         # By the first layer of each launch.
-        self._scales: dict[LayerState, tuple[Tensor, dict[LayerState, slice]]] = {}
+        self._scales: dict[State, tuple[Tensor, dict[State, slice]]] = {}
 
     def __reduce__(self) -> tuple[type["PassWeights"], tuple[()]]:
         return PassWeights, ()
 
-    def begin(
-        self, module: nn.Module, blocks: "Sequence[Sequence[QuantLayer]]"
-    ) -> None:
+    def begin(self, module: nn.Module, blocks: Sequence[Sequence[Layer]]) -> None:
         """Begin the pass of a module, unless it is part of one that is under way; make its weights where a kernel can.
 
         Args:
@@ -155,7 +153,7 @@ class PassWeights:
             has_failed: Whether it raised an exception.
         """
         if self.traced_by is module:
-            self.traced, self.traced_by = {}, None
+            self._end_trace()
         if torch.compiler.is_compiling():
             return
         thread = threading.get_ident()
@@ -169,9 +167,7 @@ class PassWeights:
             elif torch.is_grad_enabled():
                 state.is_always_called &= not state.awaits_call
 
-    def take(
-        self, state: "LayerState", weight: Tensor, dtype: torch.dtype
-    ) -> Tensor | None:
+    def take(self, state: State, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The quantized weight of a layer where the pass that is under way has it, or somebody holds it; else None.
 
         Args:
@@ -198,7 +194,7 @@ class PassWeights:
         return quantized
 
     def keep(
-        self, state: "LayerState", weight: Tensor, dtype: torch.dtype, quantized: Tensor
+        self, state: State, weight: Tensor, dtype: torch.dtype, quantized: Tensor
     ) -> None:
         """Keep the quantized weight that a layer computed by itself, until the pass ends that is under way."""
         weights = self._weights()
@@ -212,15 +208,14 @@ class PassWeights:
             weight, weight.device, state.precision, dtype, quantized, identity, alive
         )
 
-    def drop(self, state: "LayerState") -> None:
+    def drop(self, state: State) -> None:
         """Forget the quantized weight of a layer: what it was made of has changed."""
         self._held.pop(state, None)
         for current in tuple(self._passes.values()):
             current.weights.pop(state, None)
-        if self.traced:
-            self.traced, self.traced_by = {}, None
+        self._end_trace()
 
-    def scales_of_launches(self) -> list[tuple[Tensor, "dict[LayerState, slice]"]]:
+    def scales_of_launches(self) -> list[tuple[Tensor, dict[State, slice]]]:
         """The scales of the weights that were last made together, float32, and where each layer's are; once.
 
         They are not finite where a weight held NaN or Inf.
@@ -256,7 +251,7 @@ class PassWeights:
             return self._held
         return None
 
-    def _fill(self, current: _Pass, blocks: "Sequence[Sequence[QuantLayer]]") -> None:
+    def _fill(self, current: _Pass, blocks: Sequence[Sequence[Layer]]) -> None:
         """Make the weights of a pass that a kernel can make, in as few launches as there are forms of them."""
         wanted = [
             each
@@ -283,9 +278,7 @@ class PassWeights:
             for (each, _), result in zip(block_made, results, strict=True):
                 self.keep(each.state, each.weight, each.dtype, result)
 
-    def _wanted_of(
-        self, block: "Sequence[QuantLayer]", index: int
-    ) -> Iterator[_Wanted]:
+    def _wanted_of(self, block: Sequence[Layer], index: int) -> Iterator[_Wanted]:
         """Find what is to be made ahead of the layers of a block."""
         for layer in block:
             state = layer.moq
@@ -323,7 +316,7 @@ class PassWeights:
             )
             if filled is None:
                 continue
-            scales: dict[LayerState, slice] = {}
+            scales: dict[State, slice] = {}
             for index, each, values, place in zip(
                 indices, those, filled.values, filled.places, strict=True
             ):
@@ -336,11 +329,14 @@ class PassWeights:
 
     def made(
         self,
-        states: "Sequence[LayerState]",
+        states: Sequence[State],
         weights: Sequence[Tensor],
         dtype: torch.dtype,
     ) -> list[Tensor]:
         """What a compiled graph multiplies with, each in memory of its own; see `quantized_in_graph`."""
+        for state in states:
+            state.used = True
+            state.read_dtype = dtype
         wanted = [
             _Wanted(state, weight, dtype)
             for state, weight in zip(states, weights, strict=True)
@@ -352,15 +348,13 @@ class PassWeights:
             for each, quantized in zip(wanted, self._launched(wanted), strict=True)
         ]
 
-    def _trace(
-        self, module: nn.Module, blocks: "Sequence[Sequence[QuantLayer]]"
-    ) -> None:
+    def _trace(self, module: nn.Module, blocks: Sequence[Sequence[Layer]]) -> None:
         """Have torch.compile put one operator at the head of its graph that makes all weights of the pass."""
         if self.traced_by is not None and self.traced_by is not module:
             return
+        self._end_trace()
         self.traced_by = module
-        self.traced = {}
-        by_dtype: dict[torch.dtype, list[tuple[LayerState, Tensor]]] = {}
+        by_dtype: dict[torch.dtype, list[tuple[State, Tensor]]] = {}
         for block in blocks:
             for layer in block:
                 state = layer.moq
@@ -373,7 +367,14 @@ class PassWeights:
             weights = [weight for _, weight in those]
             made = quantized_in_graph(weights, numbers, dtype)
             for (state, _), quantized in zip(those, made, strict=True):
-                self.traced[state.number] = dtype, quantized
+                state.ahead = quantized
+                self._traced.append(state)
+
+    def _end_trace(self) -> None:
+        for state in self._traced:
+            state.ahead = None
+        self._traced = []
+        self.traced_by = None
 
 
 def is_running(module: nn.Module) -> bool:
@@ -399,12 +400,10 @@ def _copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _numbers = itertools.count()
-_of_number: "weakref.WeakValueDictionary[int, LayerState]" = (
-    weakref.WeakValueDictionary()
-)
+_of_number: "weakref.WeakValueDictionary[int, State]" = weakref.WeakValueDictionary()
 
 
-def numbered(state: "LayerState") -> int:
+def numbered(state: State) -> int:
     """Give a layer's state the number by which compiled graphs know it."""
     number = next(_numbers)
     _of_number[number] = state
@@ -428,7 +427,8 @@ def quantized_in_graph(
         dtype: Of the results.
     """
     states = [_of_number[number] for number in numbers.tolist()]
-    return states[0].passes.made(states, weights, dtype)
+    passes: PassWeights = states[0].passes
+    return passes.made(states, weights, dtype)
 
 
 @quantized_in_graph.register_fake
@@ -437,23 +437,3 @@ def _(weights: list[Tensor], numbers: Tensor, dtype: torch.dtype) -> list[Tensor
         torch.empty(weight.shape, dtype=dtype, device=weight.device)
         for weight in weights
     ]
-
-
-# In a checkpointed part of a graph no layer may note anything while it is traced. An
-# operator without an effect is dropped from the graph, but by then its fake
-# implementation was called.
-@torch.library.custom_op("moq_hf::note_use", mutates_args=())
-def note_use(like: Tensor, number: int) -> Tensor:
-    """Note that a graph uses the weight of a layer that the operator at its head made.
-
-    Args:
-        like: Any tensor.
-        number: The layer's.
-    """
-    return torch.empty_like(like)
-
-
-@note_use.register_fake
-def _(like: Tensor, number: int) -> Tensor:
-    _of_number[number].used = True
-    return torch.empty_like(like)

@@ -17,7 +17,6 @@ from .forward_pass import (
     MODULE_CALL,
     PassWeights,
     makes_state,
-    note_use,
     numbered,
     quantized_in_graph,
 )
@@ -143,6 +142,8 @@ class LayerState:
         self.made: list[Tensor] | None = None
         # What a hook was given to read, which it may have written to.
         self.lent: Tensor | None = None
+        # What the operator at the head of a compiled graph gives.
+        self.ahead: Tensor | None = None
         self.number = numbered(self)
         self.numbers = torch.tensor([self.number], device="cpu")
 
@@ -150,7 +151,7 @@ class LayerState:
         return {
             name: value
             for name, value in vars(self).items()
-            if name not in ("made", "lent", "number", "numbers")
+            if name not in ("made", "lent", "ahead", "number", "numbers")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -282,13 +283,8 @@ class LayerState:
     def _traced(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """What a compiled graph multiplies with: of the operator at its head, or of one here for this weight alone."""
         merged = self.merged(weight)
-        traced = self.passes.traced
-        # Layers of one class share a graph without a head, which knows none of them.
-        ahead = traced.get(self.number) if traced else None
-        if ahead is not None and ahead[0] == dtype and not self.lora:
-            quantized = ahead[1]
-            note_use(quantized, self.number)
-        else:
+        quantized = self.ahead
+        if quantized is None or quantized.dtype != dtype or self.lora:
             (quantized,) = quantized_in_graph([merged.detach()], self.numbers, dtype)
         return straight_through(merged, quantized)
 

@@ -138,7 +138,9 @@ class _Launch:
         if not self.drawn:
             return None
         noise = torch.empty(self.drawn, dtype=torch.float32, device=self.form.device)
-        parts = noise.split([jobs[number].weight.numel() for number in self.jobs])
+        parts = torch.split(
+            noise, [jobs[number].weight.numel() for number in self.jobs]
+        )
         for number, part in zip(self.jobs, parts, strict=True):
             quantizer.uniform(part, jobs[number].seed, out=part)
         return noise

@@ -38,6 +38,7 @@ from ..schedule import FLOAT_BITS
 from ..seams.transformers import (
     has_adapter,
     mixed_precision,
+    remove_forward_hooks,
     saves_checkpoint,
     unpack,
 )
@@ -231,11 +232,7 @@ def _blocks(module: nn.Module) -> list[list[QuantLayer]]:
 def _watch_passes(model: nn.Module, passes: PassWeights | None) -> None:
     """Have a model tell when its passes begin and end, instead of what it told before; None: not any more."""
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number, hook in tuple(hooks.items()):
-                if isinstance(getattr(hook, "__self__", None), WatchedPasses):
-                    del hooks[number]
-                    module._forward_hooks_always_called.pop(number, None)
+        remove_forward_hooks(module, WatchedPasses)
         if isinstance(vars(module).get("generate"), HeldGenerate):
             del vars(module)["generate"]
         if passes is None:

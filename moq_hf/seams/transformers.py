@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 import transformers
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import modelcard, trainer_callback, trainer_utils
@@ -362,12 +362,11 @@ def mixed_precision() -> torch.dtype | None:
 def uses_deepspeed() -> bool:
     """Whether Accelerate trains with DeepSpeed, whose hooks of a parameter fail where it has no gradient.
 
-    Relies on: As `mixed_precision`.
+    Relies on: `PartialState._shared_state`, and its `distributed_type`.
     Breaks: With ZeRO-1 or 2, a run ends with an error at the first layer that a pass leaves out.
     """
-    if not AcceleratorState._shared_state:
-        return False
-    return bool(AcceleratorState().distributed_type == DistributedType.DEEPSPEED)
+    distributed_type = PartialState._shared_state.get("distributed_type")
+    return bool(distributed_type == DistributedType.DEEPSPEED)
 
 
 # Models of transformers.
@@ -937,6 +936,21 @@ def pre_hooks(module: nn.Module) -> list[Any]:
     """
     everywhere = torch.nn.modules.module._global_forward_pre_hooks
     return [*everywhere.values(), *module._forward_pre_hooks.values()]
+
+
+def remove_forward_hooks(module: nn.Module, owner: type[Any]) -> None:
+    """Remove the forward hooks and pre-hooks of a module that are methods of instances of a class.
+
+    A handle removes them only from the module that it was made for, and not from its copies.
+
+    Relies on: `_forward_pre_hooks` and `_forward_hooks`, and that numbers of hooks that are
+    gone do no harm in the other dictionaries.
+    Breaks: A model that is quantized anew tells two of its passes.
+    """
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number, hook in tuple(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), owner):
+                del hooks[number]
 
 
 def is_exporting() -> bool:
