@@ -16,10 +16,10 @@ A layer defines its quantized weight, see `LayerState`. This module decides who 
 import contextlib
 import itertools
 import sys
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from . import triton_quant
-from .grid import Precision
 from .seams.transformers import (
     has_hooks,
     in_evaluation_loop,
@@ -59,13 +58,13 @@ class Made(NamedTuple):
     """A quantized weight, and what it was made of."""
 
     weight: Tensor
-    device: torch.device
-    precision: Precision
+    bits: int
     dtype: torch.dtype
     quantized: Tensor
-    # Both as `LayerState.sources` has them; none where only the pass counts.
-    identity: list[Any] | None
-    alive: list[Any] | None
+    # What else it was made of, as `LayerState.sources` has it, and the values that keep
+    # addresses from others; None where only the pass counts.
+    sources: tuple[Any, ...] | None
+    alive: tuple[Any, ...] | None
 
 
 _Weights = dict[State, Made]
@@ -126,7 +125,7 @@ class PassWeights:
         if torch.compiler.is_compiling():
             self._trace(module, blocks)
             return
-        thread = threading.get_ident()
+        thread = get_ident()
         current = self._passes.get(thread)
         if (
             current is not None
@@ -138,9 +137,7 @@ class PassWeights:
         if self._evaluates and not in_evaluation_loop():
             # It ended with an exception.
             self.evaluates(False)
-        is_held = self._evaluates or self._holders
-        keeps = is_held and not torch.is_grad_enabled()
-        current = _Pass(module, self._held if keeps else {}, [])
+        current = _Pass(module, self._held if self._is_held() else {}, [])
         self._passes[thread] = current
         if blocks and triton_quant.available(blocks[0][0].float_weight.device):
             self._fill(current, blocks)
@@ -156,7 +153,7 @@ class PassWeights:
             self._end_trace()
         if torch.compiler.is_compiling():
             return
-        thread = threading.get_ident()
+        thread = get_ident()
         current = self._passes.get(thread)
         if current is None or current.module is not module:
             return
@@ -175,21 +172,28 @@ class PassWeights:
             weight: Its float weight as the pass has it.
             dtype: In which it is wanted.
         """
-        weights = self._weights()
-        made = None if weights is None else weights.get(state)
+        current = self._passes.get(get_ident())
+        if current is not None:
+            weights = current.weights
+        elif self._holders and not torch.is_grad_enabled():
+            weights = self._held
+        else:
+            return None
+        made = weights.get(state)
         if (
             made is None
             or made.weight is not weight
-            or made.dtype != dtype
-            or made.precision is not state.precision
-            or made.device != weight.device
+            or made.bits != state.bits
+            or made.dtype is not dtype
         ):
-            return None
-        if made.identity is not None and made.identity != state.sources(weight)[0]:
             return None
         quantized = made.quantized
         needs_gradient = weight.requires_grad and torch.is_grad_enabled()
-        if needs_gradient and not quantized.requires_grad:
+        if (
+            quantized.device != weight.device
+            or (needs_gradient and not quantized.requires_grad)
+            or (made.sources is not None and made.sources != state.sources(weight)[0])
+        ):
             return None
         return quantized
 
@@ -197,16 +201,16 @@ class PassWeights:
         self, state: State, weight: Tensor, dtype: torch.dtype, quantized: Tensor
     ) -> None:
         """Keep the quantized weight that a layer computed by itself, until the pass ends that is under way."""
-        weights = self._weights()
-        if weights is None or (weights is self._held and quantized.requires_grad):
+        current = self._passes.get(get_ident())
+        weights = self._held if current is None else current.weights
+        is_held = weights is self._held
+        if is_held and (not self._is_held() or quantized.requires_grad):
             return
-        identity = alive = None
+        sources = alive = None
         # What adapters add to a parameter may change within a pass.
-        if weights is self._held or state.lora:
-            identity, alive = state.sources(weight)
-        weights[state] = Made(
-            weight, weight.device, state.precision, dtype, quantized, identity, alive
-        )
+        if is_held or state.lora:
+            sources, alive = state.sources(weight)
+        weights[state] = Made(weight, state.bits, dtype, quantized, sources, alive)
 
     def drop(self, state: State) -> None:
         """Forget the quantized weight of a layer: what it was made of has changed."""
@@ -238,18 +242,14 @@ class PassWeights:
         self._evaluates = does
         self._forget()
 
+    def _is_held(self) -> bool:
+        holds = self._holders > 0 or self._evaluates
+        return holds and not torch.is_grad_enabled()
+
     def _forget(self) -> None:
         if not (self._holders or self._evaluates):
             # Not cleared: a pass that is under way may have it.
             self._held = {}
-
-    def _weights(self) -> _Weights | None:
-        current = self._passes.get(threading.get_ident())
-        if current is not None:
-            return current.weights
-        if self._holders and not torch.is_grad_enabled():
-            return self._held
-        return None
 
     def _fill(self, current: _Pass, blocks: Sequence[Sequence[Layer]]) -> None:
         """Make the weights of a pass that a kernel can make, in as few launches as there are forms of them."""

@@ -378,18 +378,24 @@ class LayerState:
         self.dtype = dtype
         return self.shaped(values, weight)
 
-    def sources(self, weight: Tensor) -> tuple[list[Any], list[Any]]:
-        """What the quantized weight is made of: addresses and versions, and what keeps the addresses from others."""
-        parts = [weight.detach(), self.ratio, self.bits, self.blend, self.seed]
-        if self.lora:
-            parts += self.lora.parts()
-        return list(map(_identity, parts)), parts
+    def sources(self, weight: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What the quantized weight is made of, to be compared, and what keeps the addresses in it from others."""
+        lora = self.lora.parts() if self.lora else ()
+        own = weight.detach()
+        identity = (
+            *_identity(own),
+            id(self.ratio),
+            self.blend,
+            self.seed,
+            *(part for each in lora for part in _identity(each)),
+        )
+        return identity, (own, self.ratio, *lora)
 
 
-def _identity(part: Any) -> Any:
+def _identity(part: Any) -> tuple[Any, ...]:
     """The address and version of a tensor; any other value itself."""
     if not isinstance(part, Tensor):
-        return part
+        return (part,)
     return part.data_ptr(), 0 if part.is_inference() else part._version
 
 

@@ -180,6 +180,16 @@ class QuantLayer(QuantModule):
         rounded = None if inputs is None else inputs.quantize(input, self.training)
         return input if rounded is None else straight_through(input, rounded)
 
+    def forward(self, input: Tensor) -> Tensor:
+        """What the layer computes of `input`, as its class without quantization does, with the quantized weight."""
+        if self.moq.handed_over:
+            with recompute_in_backward([self]):
+                return self._product(input)
+        return self._product(input)
+
+    def _product(self, input: Tensor) -> Tensor:
+        raise NotImplementedError
+
     def set_bits(self, bits: int) -> None:
         """Change the precision, and search the clipping ratios that the grid wants there.
 
@@ -357,12 +367,10 @@ class QuantLinear(QuantLayer, nn.Linear):
     )
     """
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`input` `[..., in_features]` times the quantized weight, plus the bias."""
-        with recompute_in_backward([self]):
-            return F.linear(
-                self.quantized_input(input), self.quantized_weight(), self.bias
-            )
+    def _product(self, input: Tensor) -> Tensor:
+        if self.moq.inputs is not None:
+            input = self.quantized_input(input)
+        return F.linear(input, self.quantized_weight(), self.bias)
 
 
 class QuantConv1D(QuantLayer, Conv1D):
@@ -377,13 +385,10 @@ class QuantConv1D(QuantLayer, Conv1D):
 
     kind = "conv1d"
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` `[..., in_features]` times the quantized weight, plus the bias."""
-        rows = self.quantized_input(x).view(-1, x.size(-1))
-        with recompute_in_backward([self]):
-            return torch.addmm(self.bias, rows, self.quantized_weight()).view(
-                *x.size()[:-1], self.nf
-            )
+    def _product(self, input: Tensor) -> Tensor:
+        rows = self.quantized_input(input).view(-1, input.size(-1))
+        product = torch.addmm(self.bias, rows, self.quantized_weight())
+        return product.view(*input.size()[:-1], self.nf)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}{self.extra_repr()})"
@@ -433,10 +438,8 @@ class QuantConv(QuantLayer):
 
     kind = "conv"
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`input` `[examples, in_channels, *size]`, or one example, with the layer's stride and padding."""
-        with recompute_in_backward([self]):
-            return convolve(self, input, self.quantized_weight())  # type: ignore[arg-type]
+    def _product(self, input: Tensor) -> Tensor:
+        return convolve(self, input, self.quantized_weight())  # type: ignore[arg-type]
 
 
 class QuantConv1d(QuantConv, nn.Conv1d):
