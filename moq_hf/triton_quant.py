@@ -8,7 +8,7 @@ float16.
 import functools
 import logging
 import struct
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -135,9 +135,12 @@ class _Launch:
         if not self.drawn:
             return None
         noise = torch.empty(self.drawn, dtype=torch.float32, device=self.form.device)
-        parts = noise.split([jobs[number].weight.numel() for number in self.jobs])
-        for number, part in zip(self.jobs, parts, strict=True):
-            quantizer.uniform(part, jobs[number].seed, out=part)
+        first = 0
+        for number in self.jobs:
+            weight, seed = jobs[number].weight, jobs[number].seed
+            part = noise[first : first + weight.numel()]
+            first += weight.numel()
+            quantizer.uniform(weight, seed, out=part)
         return noise
 
 
@@ -487,9 +490,7 @@ def _planned(jobs: Sequence[Job]) -> _Plan:
         if form.is_long:
             marked = scales
     blends = any(form.blends for _, _, form in usable)
-    return _Plan(
-        list(launches.values()), rows, table, places, scales, marked, blends
-    )
+    return _Plan(list(launches.values()), rows, table, places, scales, marked, blends)
 
 
 def _alone(job: Job, form: _Form) -> tuple[Tensor, Tensor]:
