@@ -23,8 +23,10 @@ from .quantizer import RoundingSeed
 
 logger = logging.getLogger(__name__)
 
-# A program holds so many weights in registers: whole groups, or one that is longer. What
-# is longer than WIDEST is taken in parts.
+# A thread holds 16 weights in registers, or 8 where it adds them up, chosen by counting
+# registers. A program of 256 threads holds whole groups of up to TILE weights, or a half of
+# it; one of up to 1,024 threads holds one group of up to WIDEST, or a half of it. Longer
+# groups are taken in parts.
 TILE = 4096
 WIDEST = 16_384
 # Random numbers of a launch, 256 MB, after which a launch of the same form begins.
@@ -88,6 +90,7 @@ class _Form(NamedTuple):
     stored: str
     rows: int
     columns: int
+    warps: int
     is_long: bool
     align: int
 
@@ -138,11 +141,12 @@ class _Launch:
         if not self.drawn:
             return None
         noise = torch.empty(self.drawn, dtype=torch.float32, device=self.form.device)
-        parts = torch.split(
-            noise, [jobs[number].weight.numel() for number in self.jobs]
-        )
-        for number, part in zip(self.jobs, parts, strict=True):
-            quantizer.uniform(part, jobs[number].seed, out=part)
+        first = 0
+        for number in self.jobs:
+            weight, seed = jobs[number].weight, jobs[number].seed
+            part = noise[first : first + weight.numel()]
+            first += weight.numel()
+            quantizer.uniform(weight, seed, out=part)
         return noise
 
 
@@ -221,7 +225,7 @@ class Launches:
             out = job.out
             # The interpreter writes another dtype.
             if out is None or out.dtype != dtype:
-                out = torch.empty(weight.shape, dtype=dtype, device=device)
+                out = torch.empty_like(weight, dtype=dtype)
             values[number] = out
             rows.append(_row(_Memory(weight, out, job.ratio), first))
         table = self._table(jobs, plan, rows)
@@ -386,11 +390,14 @@ def _form(job: Job) -> _Form | None:
         return None
     grid = precision.grid
     codes: str = precision.format
+    share = 1
     if not precision.is_uniform:
         codes = "binary" if precision.bits == 1 else "ternary"
+        share = 2
     _, length = _groups(weight, grid)
-    is_long = length > WIDEST
-    columns = TILE if is_long else 1 << (length - 1).bit_length()
+    tile = TILE // share
+    is_long = length > WIDEST // share
+    columns = tile if is_long else 1 << (length - 1).bit_length()
     return _Form(
         device=weight.device,
         source=weight.dtype,
@@ -400,8 +407,9 @@ def _form(job: Job) -> _Form | None:
         stochastic=grid.stochastic,
         blends=blend > 0,
         stored=codes if precision.is_fp4 else grid.scale_dtype,
-        rows=max(1, TILE // columns),
+        rows=max(1, tile // columns),
         columns=columns,
+        warps=max(8, 8 * columns // tile),
         is_long=is_long,
         align=1 if length % 16 else 16,
     )
@@ -511,7 +519,7 @@ def _alone(job: Job, form: _Form) -> tuple[Tensor, Tensor]:
     weight, precision, ratio, seed, blend, dtype, _ = job
     groups, length = _groups(weight, precision.grid)
     x = weight.detach().contiguous()
-    y = torch.empty(x.shape, dtype=form.written, device=x.device)
+    y = torch.empty_like(x, dtype=form.written)
     scale = torch.empty(groups, 1, dtype=torch.float32, device=x.device)
     noise = quantizer.uniform(x, seed) if form.stochastic else None
     marks = _marks(groups if form.is_long else 0, x.device)
@@ -550,8 +558,7 @@ def _launch(form: _Form, programs: int, *arguments: Any) -> None:
                 BLOCK_COLS=form.columns,
                 ALIGN=form.align,
                 STEP=step,
-                # A thread holds 16 weights.
-                num_warps=max(8, form.columns // 512),
+                num_warps=form.warps,
                 enable_fp_fusion=False,
                 **options,
             )

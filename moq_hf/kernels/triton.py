@@ -134,7 +134,7 @@ def fake_quantize_kernel(
         begin = 0
         rows = tl.minimum(rows, tl.minimum(n_rows - 1 - row, BLOCK_ROWS).to(int32))
     else:
-        parts = tl.cdiv(n_cols, BLOCK_COLS)
+        parts = (n_cols + BLOCK_COLS - 1) // BLOCK_COLS
         row = tile // parts
         begin = (tile % parts) * BLOCK_COLS
     start = row * n_cols + begin
@@ -148,56 +148,17 @@ def fake_quantize_kernel(
     if STEP != "all":
         mark = marks_ptr + (scale_row + rows) * MARKS
 
-    if STEP == "ends":
-        top, bottom = _ends(x, IS_FEW)
-        tl.atomic_max(mark, top.to(int64), sem="relaxed")
-        if not IS_FEW:
-            bottom = _bits(bottom, uint32).to(int64)
-            tl.atomic_max(mark + 1, bottom, sem="relaxed")
-    elif STEP == "sum":
-        top = tl.load(mark).to(int32)
-        total = _sum(_whole(x, top, length_bits))
-        tl.atomic_add(mark + 2, total, sem="relaxed")
-    elif STEP == "above":
-        top = tl.load(mark).to(int32)
-        mean = _mean(tl.load(mark + 2), n_cols, top, length_bits)
-        is_above = tl.abs(x) > _threshold(mean)
-        total = _sum(tl.where(is_above, _whole(x, top, length_bits), 0))
-        tl.atomic_add(mark + 3, total, sem="relaxed")
-        tl.atomic_add(mark + 4, _sum(is_above.to(int64)), sem="relaxed")
+    if STEP != "all" and STEP != "round":
+        _find(x, mark, n_cols, length_bits, IS_FEW, STEP)
     else:
-        if STEP == "all":
-            top, bottom = _ends(x, IS_FEW)
-        else:
-            top = tl.load(mark).to(int32)
-            bottom = tl.load(mark + 1).to(int32)
         if IS_FEW:
-            whole = _whole(x, top, length_bits)
-            total = _sum(whole) if STEP == "all" else tl.load(mark + 2)
-            mean = _mean(total, n_cols, top, length_bits)
-            scale = tl.where(mean < _TINY, 0.0, mean)
-            code = tl.where(x >= 0, 1.0, -1.0)
-            if CODES == "ternary":
-                is_above = tl.abs(x) > _threshold(mean)
-                if STEP == "all":
-                    total = _sum(tl.where(is_above, whole, 0))
-                    count = _sum(is_above.to(int32))
-                else:
-                    total = tl.load(mark + 3)
-                    count = tl.load(mark + 4)
-                scale = _mean(total, count, top, length_bits)
-                scale = tl.where(mean < _TINY, 1.0, scale)
-                code = _signed(tl.where(is_above, 1.0, 0.0), x)
-            scale = _as_stored(scale, STORED)
-            y = code * scale
+            y, scale = _few(x, mark, n_cols, length_bits, CODES, STORED)
         else:
             ratio = 1.0
             if ratio_ptr is not None:
                 has_ratio = rows + ratios != rows
                 ratio = tl.load(ratio_ptr + rows, mask=has_ratio, other=1.0)
-            scale, bottom = _uniform_scale(
-                top, bottom, ratio, farthest, SYMMETRIC, STORED
-            )
+            scale, bottom = _uniform_scale(x, mark, ratio, farthest, SYMMETRIC, STORED)
             noise = None
             if noise_ptr is not None:
                 noise = _load(noise_ptr + start + places, inside)
@@ -207,6 +168,28 @@ def fake_quantize_kernel(
             y = y * (1.0 - share).to(float32) + x * share.to(float32)
         tl.store(Y_ptr + start + places, y, mask=inside)
         tl.store(scale_ptr + scale_row + rows, scale, mask=is_first)
+
+
+@triton.jit
+def _find(x, mark, n_cols, length_bits, IS_FEW: constexpr, STEP: constexpr):
+    """Add to the marks of a row what a part of it shows."""
+    if STEP == "ends":
+        top, bottom = _ends(x, IS_FEW)
+        tl.atomic_max(mark, top.to(int64), sem="relaxed")
+        if not IS_FEW:
+            bottom = _bits(bottom, uint32).to(int64)
+            tl.atomic_max(mark + 1, bottom, sem="relaxed")
+    else:
+        top = tl.load(mark).to(int32)
+        whole = _whole(x, top, length_bits)
+        if STEP == "sum":
+            tl.atomic_add(mark + 2, _sum(whole), sem="relaxed")
+        else:
+            mean = _mean(tl.load(mark + 2), n_cols, top, length_bits)
+            is_above = tl.abs(x) > _threshold(mean)
+            whole = tl.where(is_above, whole, 0)
+            tl.atomic_add(mark + 3, _sum(whole), sem="relaxed")
+            tl.atomic_add(mark + 4, _sum(is_above.to(int64)), sem="relaxed")
 
 
 @triton.jit
@@ -223,23 +206,54 @@ def _load(X_ptr, inside):
 
 @triton.jit
 def _ends(x, IS_FEW: constexpr):
-    """The bits of the largest and of the least number of each row, or of its largest magnitude.
+    """The bits of the largest and of the least number of each row, or twice those of its largest magnitude.
 
     The bits of positive numbers are in order as integers, those of negative ones are, by
     magnitude, above all of them as integers without a sign, and NaN is beyond both.
     """
     if IS_FEW:
         x = tl.abs(x)
-    top = tl.maximum(_largest(_bits(x, int32)), 0)
+    top = _largest(_bits(x, int32))
     return top, top if IS_FEW else _bits(_largest(_bits(x, uint32)), int32)
 
 
 @triton.jit
-def _uniform_scale(
-    top, bottom, ratio, farthest, SYMMETRIC: constexpr, STORED: constexpr
-):
-    """The scale of rows with these ends, and the least number, clipped."""
-    # Zero, where no number is negative.
+def _few(x, mark, n_cols, length_bits, CODES: constexpr, STORED: constexpr):
+    """Ternary or binary rows, and their scales."""
+    if mark is None:
+        top, _ = _ends(x, True)
+        whole = _whole(x, top, length_bits)
+        total = _sum(whole)
+    else:
+        top = tl.load(mark).to(int32)
+        total = tl.load(mark + 2)
+    mean = _mean(total, n_cols, top, length_bits)
+    scale = tl.where(mean < _TINY, 0.0, mean)
+    code = tl.where(x >= 0, 1.0, -1.0)
+    if CODES == "ternary":
+        is_above = tl.abs(x) > _threshold(mean)
+        if mark is None:
+            total = _sum(tl.where(is_above, whole, 0))
+            count = _sum(is_above.to(int32))
+        else:
+            total = tl.load(mark + 3)
+            count = tl.load(mark + 4)
+        scale = _mean(total, count, top, length_bits)
+        scale = tl.where(mean < _TINY, 1.0, scale)
+        code = _signed(tl.where(is_above, 1.0, 0.0), x)
+    scale = _as_stored(scale, STORED)
+    return code * scale, scale
+
+
+@triton.jit
+def _uniform_scale(x, mark, ratio, farthest, SYMMETRIC: constexpr, STORED: constexpr):
+    """The scales of rows, and their least numbers, clipped."""
+    if mark is None:
+        top, bottom = _ends(x, False)
+    else:
+        top = tl.load(mark).to(int32)
+        bottom = tl.load(mark + 1).to(int32)
+    # Zero, where no number is negative. And `top` is below zero where no other is.
     bottom = bottom & (bottom >> 31)
     if SYMMETRIC:
         size = bottom & _MAGNITUDE
@@ -247,7 +261,7 @@ def _uniform_scale(
     span = _bits(top, float32) * ratio
     bottom = _bits(bottom, float32) * ratio
     if not SYMMETRIC:
-        span = span - bottom
+        span = tl.where(span < 0, 0.0, span) - bottom
     scale = tl.div_rn(span, farthest)
     # Below the smallest normal number a group becomes zeros.
     scale = tl.where(tl.abs(scale) < _TINY, 1.0, scale)
@@ -331,7 +345,7 @@ def _signed(size, x):
     return _bits(_bits(size, int32) | (_bits(x, int32) & ~_MAGNITUDE), float32)
 
 
-# `tl.max` and `tl.sum` would not follow TRITON_INTERPRET where it is set after the import.
+# `tl.max`, `tl.sum` and `tl.cdiv` would not follow TRITON_INTERPRET where it is set after the import.
 @triton.jit
 def _largest(tile):
     return tl.reduce(tile, 1, tl.standard._elementwise_max, keep_dims=True)
