@@ -35,6 +35,7 @@ from .seams.transformers import (
     uses_deepspeed,
 )
 from .straight_through import straight_through_block
+from .weight_matrix import from_rows, is_transposed
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -86,6 +87,27 @@ class _Wanted(NamedTuple):
     block: int = 0
     # Memory that has a gradient of its own; None where the block gives it one.
     own: Tensor | None = None
+
+    @property
+    def shares_gradient(self) -> bool:
+        """Whether the block gives it a gradient."""
+        trains = self.weight.requires_grad and torch.is_grad_enabled()
+        return trains and self.own is None
+
+    @property
+    def memory(self) -> Tensor | None:
+        """Where a kernel may write the matrix of the weight."""
+        return None if is_transposed(self.state.kind) else self.own
+
+    def result(self, values: Tensor) -> Tensor:
+        """The quantized weight, from the matrix that a kernel made."""
+        quantized = from_rows(values, self.state.kind, self.weight.shape).contiguous()
+        if self.own is None:
+            return quantized
+        if self.memory is None or quantized.data_ptr() != self.own.data_ptr():
+            # Past autograd, as a kernel does.
+            self.own.data.copy_(quantized)
+        return self.own
 
 
 class PassWeights:
@@ -266,12 +288,10 @@ class PassWeights:
                 continue
             each.state.awaits_call = True
             current.filled.append(each.state)
-            if each.own is not None:
-                quantized = each.own
-            elif each.weight.requires_grad and torch.is_grad_enabled():
+            if each.shares_gradient:
                 shared.setdefault(each.block, []).append((each, quantized))
-                continue
-            self.keep(each.state, each.weight, each.dtype, quantized)
+            else:
+                self.keep(each.state, each.weight, each.dtype, quantized)
         for block_made in shared.values():
             weights = [each.weight for each, _ in block_made]
             results = straight_through_block(weights, [made for _, made in block_made])
@@ -312,7 +332,8 @@ class PassWeights:
         for device, indices in places.items():
             those = [wanted[index] for index in indices]
             filled = self._launches[device](
-                [each.state.job(each.weight, each.dtype, each.own) for each in those]
+                [each.state.job(each.weight, each.dtype) for each in those],
+                [each.memory for each in those],
             )
             if filled is None:
                 continue
@@ -321,7 +342,7 @@ class PassWeights:
                 indices, those, filled.values, filled.places, strict=True
             ):
                 if values is not None and place is not None:
-                    found[index] = each.state.shaped(values, each.weight)
+                    found[index] = each.result(values)
                     scales[each.state] = place
             if scales:
                 self._scales[next(iter(scales))] = filled.scales, scales
@@ -396,7 +417,7 @@ def _copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
     A kernel may write to it before anybody has read it.
     """
-    return weight.clone() if weight.dtype == dtype else weight.to(dtype)
+    return weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 _numbers = itertools.count()

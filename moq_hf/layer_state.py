@@ -327,21 +327,12 @@ class LayerState:
         """Whether a compiled graph may make the quantized weight at its head, whatever the bits are."""
         return not (self.lora or self.handed_over or weight.is_meta)
 
-    def job(
-        self, weight: Tensor, dtype: torch.dtype, own: Tensor | None
-    ) -> triton_quant.Job:
-        """What a kernel is to make of a weight, for `shaped` to give its shape back.
-
-        Args:
-            weight: The whole float weight.
-            dtype: Of the result.
-            own: Memory for the result, laid out as the weight; None leaves it to the launch.
-        """
+    def job(self, weight: Tensor, dtype: torch.dtype) -> triton_quant.Job:
+        """What a kernel is to make of a whole float weight; `shaped` gives the result its shape back."""
         self.dtype = dtype
         matrix = to_rows(weight.detach(), self.kind)
-        out = None if own is None else to_rows(own.detach(), self.kind)
         return triton_quant.Job(
-            matrix, self.precision, self.ratio, self.seed, self.blend, dtype, out
+            matrix, self.precision, self.ratio, self.seed, self.blend, dtype
         )
 
     def shaped(self, values: Tensor, weight: Tensor) -> Tensor:

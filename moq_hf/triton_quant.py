@@ -49,8 +49,6 @@ class Job(NamedTuple):
         seed: The random numbers of stochastic rounding.
         blend: Share of the float weight in the result.
         dtype: Dtype of the result.
-        out: Contiguous memory for the result, in its dtype, which is written past
-            autograd; None makes it.
     """
 
     weight: Tensor
@@ -59,7 +57,6 @@ class Job(NamedTuple):
     seed: RoundingSeed = _FIRST
     blend: float = 0.0
     dtype: torch.dtype = torch.float32
-    out: Tensor | None = None
 
 
 class Filled(NamedTuple):
@@ -186,8 +183,15 @@ class Launches:
         # What captured CUDA graphs read at each replay.
         self._captured: list[Tensor] = []
 
-    def __call__(self, jobs: Sequence[Job]) -> Filled | None:
+    def __call__(
+        self, jobs: Sequence[Job], memory: Sequence[Tensor | None] = ()
+    ) -> Filled | None:
         """Quantize weights that are on one device; None where the kernel does not run there.
+
+        Args:
+            jobs: The weights.
+            memory: Contiguous memory of each result's dtype, which is written past
+                autograd; None, or no memory at all, has it made.
 
         Raises:
             torch.OutOfMemoryError: The device has no room for the results.
@@ -196,16 +200,18 @@ class Launches:
             return None
         key: list[Any] = [
             (weight.shape, weight.dtype, precision, dtype, blend > 0)
-            for weight, precision, _, _, blend, dtype, _ in jobs
+            for weight, precision, _, _, blend, dtype in jobs
         ]
         key.append(jobs[0].weight.device)
         plan = self._plan
         if plan is None or key != self._key:
             plan = self._plan = _planned(jobs)
             self._key = key
-        return self._fill(jobs, plan)
+        return self._fill(jobs, memory or [None] * len(jobs), plan)
 
-    def _fill(self, jobs: Sequence[Job], plan: _Plan) -> Filled:
+    def _fill(
+        self, jobs: Sequence[Job], memory: Sequence[Tensor | None], plan: _Plan
+    ) -> Filled:
         device = jobs[0].weight.device
         values: list[Tensor | None] = [None] * len(jobs)
         scales = torch.empty(plan.scales, dtype=torch.float32, device=device)
@@ -222,7 +228,7 @@ class Launches:
             if not weight.is_contiguous() or weight.data_ptr() % 16:
                 weight = weight.detach().clone(memory_format=torch.contiguous_format)
                 weights.append(weight)
-            out = job.out
+            out = memory[number]
             # The interpreter writes another dtype.
             if out is None or out.dtype != dtype:
                 out = torch.empty_like(weight, dtype=dtype)
@@ -249,7 +255,9 @@ class Launches:
         if _kernels().INTERPRETED.value:
             for number, (job, made) in enumerate(zip(jobs, values, strict=True)):
                 if made is not None and made.dtype != job.dtype:
-                    values[number] = _cast(made, job)
+                    out = memory[number]
+                    made = made.to(job.dtype)
+                    values[number] = made if out is None else out.data.copy_(made)
         return Filled(values, scales, places)
 
     def _table(self, jobs: Sequence[Job], plan: _Plan, rows: list[Any]) -> Tensor:
@@ -266,13 +274,6 @@ class Launches:
         if is_cuda and torch.cuda.is_current_stream_capturing():
             self._captured.append(host)
         return host.to(device, non_blocking=True)
-
-
-def _cast(made: Tensor, job: Job) -> Tensor:
-    if job.out is None:
-        return made.to(job.dtype)
-    job.out.data.copy_(made)
-    return job.out
 
 
 def _row(memory: _Memory, first: int) -> tuple[int, int, int, int]:
@@ -385,7 +386,7 @@ def _give_up(variant: tuple[Any, ...], reason: str | Exception) -> None:
 
 def _form(job: Job) -> _Form | None:
     """What compiled kernel a job takes; None if the kernel is not for it."""
-    weight, precision, _, _, blend, dtype, _ = job
+    weight, precision, _, _, blend, dtype = job
     if weight.dtype not in _DTYPES or dtype not in _DTYPES:
         return None
     grid = precision.grid
@@ -461,9 +462,8 @@ def _is_tried(job: Job, form: _Form, many: bool) -> bool:
     low, high = min(precision.low, -1), max(precision.high, 1)
     hard = (steps * (low + place % (2 * (high - low) + 1) / 2)).to(form.source)
     ratio = None if job.ratio is None else steps.abs().clamp(0.2, 1.0)
-    hard_job = job._replace(weight=hard, precision=precision, ratio=ratio, out=None)
-    arguments = hard_job[:-1]
-    expected, _ = quantizer.rounded(*arguments)
+    hard_job = job._replace(weight=hard, precision=precision, ratio=ratio)
+    expected, _ = quantizer.rounded(*hard_job)
     # The launch below finds it among those that work.
     _works[variant] = True
     try:
@@ -471,7 +471,7 @@ def _is_tried(job: Job, form: _Form, many: bool) -> bool:
             filled = Launches()([hard_job])
             found = filled.values[0] if filled else None
         else:
-            found, _ = rounded(*arguments)
+            found, _ = rounded(*hard_job)
     except BaseException:
         del _works[variant]
         raise
@@ -516,7 +516,7 @@ def _planned(jobs: Sequence[Job]) -> _Plan:
 
 def _alone(job: Job, form: _Form) -> tuple[Tensor, Tensor]:
     """Quantize one weight, whose addresses are arguments of the kernel."""
-    weight, precision, ratio, seed, blend, dtype, _ = job
+    weight, precision, ratio, seed, blend, dtype = job
     groups, length = _groups(weight, precision.grid)
     x = weight.detach().contiguous()
     y = torch.empty_like(x, dtype=form.written)

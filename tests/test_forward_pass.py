@@ -35,17 +35,17 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     """The CPU has a kernel that makes many weights at once."""
     calls = Launched()
 
-    def launch(self: Any, jobs: list[Job]) -> Filled:
+    def launch(self: Any, jobs: list[Job], memory: list[Tensor | None]) -> Filled:
         calls.append(len(jobs))
         values: list[Tensor | None] = []
         scales: list[Tensor] = []
         places: list[slice | None] = []
-        for job in jobs:
-            made, scale = quantizer.rounded(*job[:6])
-            if job.out is not None:
+        for job, out in zip(jobs, memory, strict=True):
+            made, scale = quantizer.rounded(*job)
+            if out is not None:
                 # As a kernel does, past autograd.
-                job.out.data.copy_(made)
-                made = job.out
+                out.data.copy_(made)
+                made = out
             first = sum(map(len, scales))
             scales.append(scale.flatten())
             places.append(slice(first, first + len(scales[-1])))
@@ -422,3 +422,29 @@ def test_tables_quantize_the_rows_that_are_looked_up(monkeypatch: pytest.MonkeyP
         wanted = whole.clone().requires_grad_()
         F.embedding(ids, wanted, 3).pow(2).sum().backward()
         assert torch.equal(table.weight.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_whose_rows_are_no_rows_in_memory(
+    launched: Launched, without_kernel: Callable[[], None], hooked: bool, dtype: torch.dtype
+) -> None:
+    config = hf.GPT2Config(
+        n_embd=32, n_layer=2, n_head=2, vocab_size=60, n_positions=16, resid_pdrop=0.0, attn_pdrop=0.0
+    )
+    ids = torch.randint(0, 60, (2, 5))
+    found = []
+    for alone in (False, True):
+        if alone:
+            without_kernel()
+        torch.manual_seed(0)
+        model = quantize_model(hf.GPT2LMHeadModel(config), FIXED).eval()
+        if hooked:
+            for parameter in model.parameters():
+                parameter.register_hook(lambda grad: None)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
+                model(ids, labels=ids).loss.backward()
+        found.append(gradients(model))
+    assert launched == [9, 9] or launched == [8, 8]
+    assert same(*found)
