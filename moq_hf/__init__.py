@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .errors import MoQError as MoQError
     from .forecast import plan as plan
     from .model.convert import dequantize_model as dequantize_model
+    from .model.convert import hold_quantized as hold_quantized
     from .packed.save import save_quantized as save_quantized
     from .packed.verify import verify_quantized as verify_quantized
     from .quant_linear import QuantLinear as QuantLinear
@@ -42,6 +43,7 @@ _HOMES = {
     "QuantLinear": "quant_linear",
     "block_eigenvalues": "eigen",
     "dequantize_model": "model.convert",
+    "hold_quantized": "model.convert",
     "last_checkpoint": "training.checkpoints",
     "plan": "forecast",
     "quantize_model": "rounding",

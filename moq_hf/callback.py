@@ -633,6 +633,18 @@ class MoQCallback(TrainerCallback, ExportableState):
         logs.clear()
         logs.update({**_shown(metrics), **parts, **rest})
 
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        """Let the rest of the evaluation compute with the weights that its first batch has quantized."""
+        if self.controller is not None:
+            self.controller.evaluates(True)
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Forget them."""
+        if self.controller is not None:
+            self.controller.evaluates(False)
+
+    on_predict = on_evaluate
+
     def on_save(
         self,
         args: TrainingArguments,

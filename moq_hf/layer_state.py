@@ -1,13 +1,10 @@
 """How a layer is quantized now, as the layer keeps it, and what a forward pass makes of its weight."""
 
-import itertools
 import sys
-import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,61 +13,23 @@ from transformers import Trainer
 from . import quantizer, triton_quant
 from .config import MoQConfig
 from .errors import MoQError, one_line
+from .forward_pass import (
+    MODULE_CALL,
+    PassWeights,
+    makes_state,
+    numbered,
+    quantized_in_graph,
+)
 from .grid import Grid, Precision
 from .inputs import InputObserver
 from .processes import is_sharded
 from .quantizer import RoundingSeed
 from .schedule import FLOAT_BITS
-from .seams.transformers import is_exporting, is_transformed
-from .weight_matrix import Kind, from_rows, parameter_of, to_rows
+from .seams.transformers import is_exporting, is_transformed, pre_hooks
+from .straight_through import straight_through
+from .weight_matrix import Kind, from_rows, is_experts, parameter_of, to_rows
 
-# Every call of a module runs this code, whatever the module's class is.
-_MODULE_CALL = nn.Module._call_impl.__code__
 _FORWARD = ("forward", "compute_loss", "prediction_step")
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def makes_state(function: _Function) -> _Function:
-    """Decorate what makes tensors that outlive a pass, so that they can be trained with after one in inference mode."""
-    without_graph = torch.no_grad()(function)
-    return torch.inference_mode(False)(without_graph)
-
-
-class _StraightThrough(torch.autograd.Function):
-    """The quantized weight, with the float weight's gradient.
-
-    Differentiable twice, and by torch.func's grad and vjp. A forward-mode rule would
-    keep Dynamo from tracing it.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(weight: Tensor, quantized: Tensor) -> Tensor:
-        return quantized.view_as(quantized)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.dtype = inputs[0].dtype
-
-    @staticmethod
-    def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor, None]:
-        return grad[0].to(ctx.dtype), None
-
-
-# What Function.apply does where no transform of torch.func is active, without binding
-# arguments to a signature, which takes as long as all the rest.
-_apply = super(torch.autograd.Function, _StraightThrough).apply
-
-
-def straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
-    """The quantized weight, whose gradient is that of the float weight."""
-    if is_exporting() and torch.is_grad_enabled():
-        # Of a Function torch.export keeps what it computes, and not its gradient.
-        return quantized + (weight - weight.detach()).to(quantized.dtype)
-    plain = not torch.compiler.is_compiling() and not is_transformed()
-    apply = _apply if plain else _StraightThrough.apply
-    return cast(Tensor, apply(weight, quantized))  # type: ignore[no-untyped-call]
 
 
 def in_forward() -> bool:
@@ -88,7 +47,7 @@ def in_forward() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code is _MODULE_CALL:
+        if code is MODULE_CALL:
             return True
         # A module's function, called without its `__call__`, or a Trainer's, with its loss.
         if code.co_name in _FORWARD and code.co_varnames:
@@ -97,6 +56,27 @@ def in_forward() -> bool:
                 return True
         frame = frame.f_back
     return False
+
+
+def in_pre_hook() -> bool:
+    """Whether what runs is a forward pre-hook of a module, or was called by one."""
+    below: FrameType | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not MODULE_CALL:
+        # With hooks, a call has an inner function.
+        if frame.f_code not in MODULE_CALL.co_consts:
+            below = frame
+        frame = frame.f_back
+    if frame is None or below is None:
+        return False
+    module = frame.f_locals[MODULE_CALL.co_varnames[0]]
+    return below.f_code in map(_code_of, pre_hooks(module))
+
+
+def _code_of(hook: Any) -> Any:
+    function = getattr(hook, "func", hook)
+    call = function if hasattr(function, "__code__") else type(function).__call__
+    return getattr(call, "__code__", None)
 
 
 @dataclass(eq=False)
@@ -121,11 +101,15 @@ class LayerState:
             pass and frees it after that.
         handed_dtype: The dtype in which it was handed over last; None before the first
             pass.
-        scale: The weight's scale when it was last quantized; not finite where a group
-            held NaN or Inf.
-        dtype: What it was quantized to then.
+        scale: The weight's scale when the layer last quantized it by itself; not finite
+            where a group held NaN or Inf.
+        dtype: What the weight was last quantized to.
         lora: Gives the weight with PEFT's adapters in it, where `"lora": "merged"` asks
             for that; see `MergedLora`.
+        passes: The quantized weights of the model's passes, shared with its other layers.
+        read_dtype: The dtype in which a forward pass last multiplied with the weight.
+        is_always_called: Whether each pass that made the weight ahead called the layer.
+        awaits_call: Whether the pass that is under way made it, and has not called it.
     """
 
     grid: Grid
@@ -144,33 +128,30 @@ class LayerState:
     scale: Tensor | None = field(default=None, repr=False)
     dtype: torch.dtype = torch.float32
     lora: Any = field(default=None, repr=False)
+    passes: PassWeights = field(default_factory=PassWeights, repr=False)
+    read_dtype: torch.dtype = torch.float32
+    is_always_called: bool = True
+    awaits_call: bool = False
 
     def __post_init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
-        # The quantized weights that evaluation keeps, each with what it was made of, by
-        # dtype: what reads a weight under autocast wants another one than what
-        # multiplies with it.
-        self.copies: dict[torch.dtype, tuple[Tensor, list[Any], list[Any]]] = {}
         # Quantized weights of the pass that is under way, where the backward pass is to
         # compute them again.
         self.made: list[Tensor] | None = None
-        # By device: DataParallel's replicas share the state, each in a thread.
-        self.levels: defaultdict[torch.device, triton_quant.Levels] = defaultdict(
-            triton_quant.Levels
-        )
-        # Compiled graphs know the state by its number: a tensor, on which they do not
-        # depend.
-        number = next(_numbers)
-        self.number = torch.tensor(number, device="cpu")
-        _states[number] = self
+        # What a hook was given to read, which it may have written to.
+        self.lent: Tensor | None = None
+        # What the operator at the head of a compiled graph gives.
+        self.ahead: Tensor | None = None
+        self.number = numbered(self)
+        self.numbers = torch.tensor([self.number], device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             name: value
             for name, value in vars(self).items()
-            if name not in ("copies", "made", "levels", "number")
+            if name not in ("made", "lent", "ahead", "number", "numbers")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -182,12 +163,14 @@ class LayerState:
         """The grid at the bits that the layer has now."""
         return self.grid.at(self.bits)
 
-    def read(self, weight: Tensor, training: bool) -> Tensor:
+    def read(self, weight: Tensor) -> Tensor:
         """What reading a parameter gives: in a forward pass the quantized weight, in the parameter's dtype.
+
+        Each reader gets memory of its own, but for experts, whose parameters are read by
+        nobody but their own forward pass.
 
         Args:
             weight: The parameter, or the tensor that replaces it.
-            training: Whether its module is in training.
 
         Raises:
             RuntimeError: It cannot be quantized.
@@ -197,7 +180,17 @@ class LayerState:
         if is_sharded(weight) or not in_forward():
             return weight
         try:
-            return self.quantized_weight(weight, weight.dtype, training)
+            if is_experts(self.kind):
+                return self.quantized_weight(weight, weight.dtype)
+            if torch.compiler.is_compiling() and not is_exporting():
+                return self._traced(weight, weight.dtype)
+            self.used = True
+            if self.bits == FLOAT_BITS or weight.is_meta:
+                return self.merged(weight)
+            quantized = self._computed(weight, weight.dtype)
+            if not torch.compiler.is_compiling() and in_pre_hook():
+                self.lent = quantized
+            return quantized
         except AttributeError as error:
             # nn.Module would look on, and give the float weight.
             raise RuntimeError(
@@ -211,7 +204,7 @@ class LayerState:
         return self.lora.merged(weight, read) if self.lora else weight
 
     def quantized_weight(
-        self, weight: Tensor, dtype: torch.dtype | None, training: bool
+        self, weight: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor:
         """What a forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
 
@@ -219,33 +212,45 @@ class LayerState:
             weight: The float weight as the pass has it.
             dtype: Of the result; None is what a matrix product takes: autocast's dtype,
                 or the weight's own.
-            training: Whether the layer is in training.
 
         Raises:
-            MoQError: A transform of torch.func has stacked the weight, or goes forward.
+            MoQError: A transform of torch.func has stacked the weight, or goes forward; or
+                a hook has written to the quantized weight.
             RuntimeError: The device has no memory for it.
         """
         if dtype is None:
             dtype = _matmul_dtype(weight)
         if torch.compiler.is_compiling() and not is_exporting():
-            merged = self.merged(weight)
-            return cast(Tensor, fake_quantize_in_graph(merged, self.number, dtype))
+            return self._traced(weight, dtype)
         self.used = True
         if self.bits == FLOAT_BITS or weight.is_meta:
             return self.merged(weight)
-        changes = training or torch.is_grad_enabled() or self.handed_over
+        self.read_dtype = dtype
+        self.awaits_call = False
+        if self.lent is not None:
+            self._check_lent(weight)
+        quantized = self.passes.take(self, weight, dtype)
+        if quantized is None:
+            quantized = self._computed(weight, dtype)
+            # Recomputation by checkpointing, outside of the pass, merges again.
+            is_alone = self.handed_over or (self.lora and quantized.requires_grad)
+            # What torch.func and torch.export trace has no memory of its own.
+            if not (is_alone or is_transformed() or is_exporting()):
+                self.passes.keep(self, weight, dtype, quantized)
+        if self.made is not None:
+            self.made.append(quantized)
+        return quantized
+
+    def _computed(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The quantized weight, made anew, with its gradient; arguments as in `quantized_weight`.
+
+        Raises:
+            MoQError: A transform of torch.func has stacked the weight, or goes forward.
+            RuntimeError: The device has no memory for it.
+        """
         try:
-            # What torch.func and torch.export trace has no memory of its own, by which
-            # a copy would be known.
-            if changes or is_transformed() or is_exporting():
-                self.copies.clear()
-                weight = self.merged(weight)
-                quantized = self.fake_quantize(weight, dtype)
-            else:
-                quantized = self.copy_of(weight, dtype)
-            if self.made is not None:
-                self.made.append(quantized)
-            return straight_through(weight, quantized)
+            weight = self.merged(weight)
+            return straight_through(weight, self._made_of(weight, dtype))
         except RuntimeError as error:
             if not is_transformed():
                 raise
@@ -256,10 +261,89 @@ class LayerState:
                 "moq_hf.dequantize_model"
             ) from error
 
-    def renew(self) -> None:
-        """After a change of bits, ratios or blend: write them where captured CUDA graphs read them."""
-        for levels in tuple(self.levels.values()):
-            levels.write(self.precision, self.ratio, self.blend)
+    def quantized_rows(self, rows: Tensor) -> Tensor:
+        """Rows of an embedding table that were looked up, quantized as the table would be.
+
+        Args:
+            rows: `[..., embedding_dim]`, with a graph where the table is trained.
+        """
+        matrix = rows.flatten(0, -2)
+        if torch.compiler.is_compiling():
+            (made,) = quantized_in_graph([matrix.detach()], self.numbers, rows.dtype)
+            return straight_through(rows, made.view_as(rows))
+        self.used = True
+        return straight_through(rows, self._made_of(matrix, rows.dtype).view_as(rows))
+
+    def _made_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if torch.is_inference_mode_enabled():
+            # It may be used outside of it.
+            return makes_state(self.fake_quantize)(weight, dtype)
+        return self.fake_quantize(weight, dtype)
+
+    def _traced(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a compiled graph multiplies with: of the operator at its head, or of one here for this weight alone."""
+        merged = self.merged(weight)
+        quantized = self.ahead
+        if quantized is None or quantized.dtype != dtype or self.lora:
+            (quantized,) = quantized_in_graph([merged.detach()], self.numbers, dtype)
+        return straight_through(merged, quantized)
+
+    def _check_lent(self, weight: Tensor) -> None:
+        """Stop if a forward pre-hook has written to the quantized weight that it read.
+
+        Raises:
+            MoQError: It has.
+        """
+        lent, self.lent = self.lent, None
+        if lent is None:
+            # Another thread has checked it.
+            return
+        anew = self._made_of(self.merged(weight.detach()), lent.dtype)
+        if torch.equal(lent.detach(), anew) or not anew.isfinite().all():
+            return
+        name = parameter_of(self.name, self.kind)
+        raise MoQError(
+            f"a forward pre-hook has written to {name}, which is the quantized weight inside a forward pass, so that "
+            "the change would be lost: register what it does with torch.nn.utils.parametrize before the model is "
+            "quantized (the layer stays in float then), or write to the weight after each optimizer step"
+        )
+
+    def next_dtype(self, weight: Tensor) -> torch.dtype:
+        """The dtype in which a pass that begins will multiply with the weight, as far as can be known then."""
+        if torch.is_autocast_enabled(weight.device.type):
+            return _matmul_dtype(weight)
+        # Accelerate puts autocast inside of the forward pass.
+        return self.read_dtype
+
+    def may_be_made_ahead(self, weight: Tensor) -> bool:
+        """Whether a pass may make the quantized weight when it begins."""
+        return (
+            self.bits != FLOAT_BITS
+            and self.config.kernel is not False
+            and self.may_be_traced_ahead(weight)
+        )
+
+    def may_be_traced_ahead(self, weight: Tensor) -> bool:
+        """Whether a compiled graph may make the quantized weight at its head, whatever the bits are."""
+        return not (self.lora or self.handed_over or weight.is_meta)
+
+    def job(self, weight: Tensor, dtype: torch.dtype) -> triton_quant.Job:
+        """What a kernel is to make of a whole float weight; `shaped` gives the result its shape back."""
+        self.dtype = dtype
+        matrix = to_rows(weight.detach(), self.kind)
+        return triton_quant.Job(
+            matrix, self.precision, self.ratio, self.seed, self.blend, dtype
+        )
+
+    def shaped(self, values: Tensor, weight: Tensor) -> Tensor:
+        """The matrix that a kernel made of a weight, in the weight's shape."""
+        return from_rows(values, self.kind, weight.shape).contiguous()
+
+    def copied_or_quantized(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a compiled graph multiplies with, in memory of its own; see `PassWeights.made`."""
+        if self.bits == FLOAT_BITS:
+            return weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return self.fake_quantize(weight, dtype)
 
     def fake_quantize(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The quantized weight in memory of its own, without a graph; also notes its scale.
@@ -269,10 +353,8 @@ class LayerState:
             dtype: Of the result.
         """
         self.handed_dtype = weight.dtype if self.handed_over else None
-        rounded, how = quantizer.rounded, {}
-        if self.config.kernel is not False:
-            rounded = triton_quant.rounded
-            how["levels"] = self.levels[weight.device]
+        has_kernel = self.config.kernel is not False
+        rounded = triton_quant.rounded if has_kernel else quantizer.rounded
         values, scale = rounded(
             to_rows(weight.detach(), self.kind),
             self.precision,
@@ -280,41 +362,31 @@ class LayerState:
             self.seed,
             self.blend,
             dtype,
-            **how,
         )
         # What is traced has no values that could be looked at afterwards, and no step
         # follows on what inference mode makes.
-        is_read = not is_exporting() and not torch.is_inference_mode_enabled()
-        self.scale, self.dtype = scale if is_read else None, dtype
-        return from_rows(values, self.kind, weight.shape).contiguous()
+        self.scale = None if is_exporting() else scale
+        self.dtype = dtype
+        return self.shaped(values, weight)
 
-    def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Give the quantized weight, kept from one pass to the next while nothing has changed that it was made of.
-
-        Two threads may both make it; they come to the same.
-
-        Args:
-            weight: The whole float weight.
-            dtype: Of the result.
-        """
-        # As long as these live, no other tensors can have their addresses.
-        sources = [weight.detach(), self.ratio, self.bits, self.blend, self.seed]
-        if self.lora:
-            sources += self.lora.parts()
-        made_of = list(map(_identity, sources))
-        # Looked up once: another thread may drop the copies meanwhile.
-        kept = self.copies.get(dtype)
-        if kept is None or kept[1] != made_of:
-            make = makes_state(self.fake_quantize)
-            kept = make(self.merged(weight), dtype), made_of, sources
-            self.copies[dtype] = kept
-        return kept[0]
+    def sources(self, weight: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What the quantized weight is made of, to be compared, and what keeps the addresses in it from others."""
+        lora = self.lora.parts() if self.lora else ()
+        own = weight.detach()
+        identity = (
+            *_identity(own),
+            id(self.ratio),
+            self.blend,
+            self.seed,
+            *(part for each in lora for part in _identity(each)),
+        )
+        return identity, (own, self.ratio, *lora)
 
 
-def _identity(part: Any) -> Any:
+def _identity(part: Any) -> tuple[Any, ...]:
     """The address and version of a tensor; any other value itself."""
     if not isinstance(part, Tensor):
-        return part
+        return (part,)
     return part.data_ptr(), 0 if part.is_inference() else part._version
 
 
@@ -328,42 +400,3 @@ def _matmul_dtype(weight: Tensor) -> torch.dtype:
     ):
         return weight.dtype
     return torch.get_autocast_dtype(device)
-
-
-_numbers = itertools.count()
-_states: "weakref.WeakValueDictionary[int, LayerState]" = weakref.WeakValueDictionary()
-
-
-# What a graph captured for good would be wrong after a drop: inductor is to leave it
-# out of those of mode "reduce-overhead".
-@torch.library.custom_op(
-    "moq_hf::fake_quantize", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
-def fake_quantize_in_graph(
-    weight: Tensor, number: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """What a compiled graph calls to quantize a weight: it holds for all bits, and the numbers are those of eager code.
-
-    Args:
-        weight: The whole float weight.
-        number: That of the `LayerState`.
-        dtype: Of the result.
-    """
-    state = _states[int(number)]
-    state.used = True
-    if state.bits == FLOAT_BITS:
-        return weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    return state.fake_quantize(weight, dtype)
-
-
-@fake_quantize_in_graph.register_fake
-def _(weight: Tensor, number: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(weight.shape, dtype=dtype, device=weight.device)
-
-
-# Graphs, checkpointing and autograd see one operator with the gradient of
-# `straight_through`.
-fake_quantize_in_graph.register_autograd(
-    lambda ctx, grad: (grad.to(ctx.dtype), None, None),
-    setup_context=_StraightThrough.setup_context,
-)

@@ -67,10 +67,10 @@ def memory_of(controller: MoQController) -> dict[str, int]:
     """What a run with AdamW on one device holds beside activations, in bytes, by the shapes of its model.
 
     Activations are those of the same run in float. Most is held at the beginning of a
-    backward pass, which needs the quantized weights of the forward pass again; tables
-    are looked up and not kept, so the largest one counts; in a pass in half precision
-    (`bf16`, `fp16`) they are half as large. A teacher is as large as the model. The
-    delivered folder is compared with a model in evaluation.
+    backward pass, which needs the quantized weights of the forward pass again; in a
+    pass in half precision (`bf16`, `fp16`) they are half as large. Of a table only the
+    rows that are looked up are quantized, which counts as an activation. A teacher is
+    as large as the model. The delivered folder is compared with a model in evaluation.
 
     Args:
         controller: Of the run; its model may lie on the meta device.
@@ -81,19 +81,16 @@ def memory_of(controller: MoQController) -> dict[str, int]:
     weights = sum(map(_bytes, parameters))
     gradients = sum(map(_bytes, trained))
     shared = set(controller.inventory.tied.values())
-    multiplied: list[int] = []
-    tables = [0]
-    for name, layer in controller.all_layers.items():
-        is_table = name in controller.embeddings
-        size = _bytes(layer.float_weight)
-        # The head that shares a table multiplies with it.
-        (tables if is_table and name not in shared else multiplied).append(size)
+    # The head that shares a table multiplies with it.
+    quantized = sum(
+        _bytes(layer.float_weight)
+        for name, layer in controller.all_layers.items()
+        if name not in controller.embeddings or name in shared
+    )
     config = controller.config
     teacher = 0 if config.distillation.teacher is None else weights
     proof = weights if config.prove else 0
     optimizer = 2 * gradients
-    quantized = sum(multiplied) + max(tables)
-    evaluation = sum(multiplied) + sum(tables)
     held = weights + sum(map(_bytes, model.buffers()))
     at_end = held + optimizer + teacher
     return {
@@ -101,12 +98,11 @@ def memory_of(controller: MoQController) -> dict[str, int]:
         "weights": held,
         "gradients": gradients,
         "optimizer (two numbers a weight, as AdamW)": optimizer,
-        "quantized weights of a training pass": quantized,
-        "quantized copy for evaluation": evaluation,
+        "quantized weights of a pass": quantized,
         "teacher": teacher,
         "delivered model, loaded for the proof": proof,
         "training, without activations": at_end + gradients + quantized,
-        "proof at the end": at_end + evaluation + proof,
+        "proof at the end": at_end + quantized + proof,
     }
 
 

@@ -89,9 +89,7 @@ class ExpertsWeight(QuantLayer):
 
     def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """Quantize the weight as the experts read it, in any dtype."""
-        return self.moq.quantized_weight(
-            self.float_weight, dtype, self.experts.training
-        )
+        return self.moq.quantized_weight(self.float_weight, dtype)
 
     def release(self) -> None:
         """Leave the parameter in float; the last one of a module gives it the class back that it had before."""

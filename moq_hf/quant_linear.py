@@ -8,10 +8,9 @@ inputs of linear layers alone.
 
 A model gets its quantized layers by a change of class, so that parameter objects,
 state-dict keys, hooks and wrappers (DDP, FSDP, PEFT, torch.compile) stay as they are.
-In training, or where gradients flow, each forward pass quantizes the weight that it
-multiplies with; the gradient passes straight through to the float weight. Evaluation
-without gradients keeps a copy, which is dropped by `train()`, `eval()`, `.to()` and the
-like, and does not outlive a change of the weight or of its precision.
+Each forward pass multiplies with the weight quantized, once a pass, and the gradient
+passes straight through to the float weight. How long a quantized weight lives,
+`forward_pass` says.
 """
 
 import contextlib
@@ -27,11 +26,19 @@ from transformers.pytorch_utils import Conv1D
 
 from . import quantizer
 from .errors import MoQError
+from .forward_pass import makes_state
+from .grid import RowBlocks
 from .inputs import InputObserver, inputs_out_of_reach
-from .layer_state import LayerState, makes_state, straight_through
+from .layer_state import LayerState
 from .processes import is_apart, shape_of, whole
 from .schedule import FLOAT_BITS
-from .seams.transformers import convolve, is_scaled_table
+from .seams.transformers import (
+    convolve,
+    is_exporting,
+    is_scaled_table,
+    is_transformed,
+)
+from .straight_through import straight_through
 from .weight_matrix import Kind, matrix_shape, to_rows
 
 
@@ -77,7 +84,7 @@ class QuantizedParameter:
             # Python asks nn.Module next, whose error says what is missing.
             raise AttributeError
         state = module.state_of(self.name)
-        return value if state is None else state.read(value, module.training)
+        return value if state is None else state.read(value)
 
     def __set__(self, module: QuantModule, value: Any) -> None:
         # nn.Module registers parameters itself, so only the tensors of replicas are
@@ -97,7 +104,7 @@ class QuantLayer(QuantModule):
     gradient straight through to the float one: the layer itself, a model that
     multiplies with `layer.weight`, a fused path of PyTorch. Anywhere else `weight` is
     the float parameter, as in the state dict. What a forward pass writes into the
-    weight that it reads is lost.
+    weight that it reads is lost; a forward pre-hook that writes to it is an error.
 
     Attributes:
         moq: The layer's `LayerState`.
@@ -140,7 +147,7 @@ class QuantLayer(QuantModule):
             dtype: Of the result; None is what a matrix product takes: autocast's dtype,
                 or the weight's own.
         """
-        return self.moq.quantized_weight(self.float_weight, dtype, self.training)
+        return self.moq.quantized_weight(self.float_weight, dtype)
 
     def quantized_copy(self, dtype: torch.dtype) -> Tensor:
         """The quantized weight, whole and without a graph; all processes that share a weight must ask for it.
@@ -173,6 +180,16 @@ class QuantLayer(QuantModule):
         rounded = None if inputs is None else inputs.quantize(input, self.training)
         return input if rounded is None else straight_through(input, rounded)
 
+    def forward(self, input: Tensor) -> Tensor:
+        """What the layer computes of `input`, as its class without quantization does, with the quantized weight."""
+        if self.moq.handed_over:
+            with recompute_in_backward([self]):
+                return self._product(input)
+        return self._product(input)
+
+    def _product(self, input: Tensor) -> Tensor:
+        raise NotImplementedError
+
     def set_bits(self, bits: int) -> None:
         """Change the precision, and search the clipping ratios that the grid wants there.
 
@@ -193,17 +210,17 @@ class QuantLayer(QuantModule):
         ):
             matrix = to_rows(self.whole_weight(), self.kind)
             state.ratio = quantizer.least_squares_ratio(matrix, state.bits, state.grid)
-        state.renew()
+        state.passes.drop(state)
 
     def invalidate(self) -> None:
-        """Drop the copies that evaluation has made, and see whether an engine has taken the weight over."""
-        self.moq.copies.clear()
-        self.moq.renew()
+        """Forget the quantized weight that is held, and see whether an engine has taken the weight over."""
+        self.moq.passes.drop(self.moq)
+        self.moq.lent = None
         # FSDP2 leaves some weights gathered after a pass without gradients.
         self.moq.handed_over |= is_apart(self.float_weight)
 
     def train(self, mode: bool = True) -> Self:
-        """As `nn.Module.train`; drops the copy that evaluation has made, in either mode."""
+        """As `nn.Module.train`; forgets the quantized weight that is held, in either mode."""
         super().train(mode)
         self.invalidate()
         # A head that shares the state of an embedding table leaves the counting to the
@@ -246,7 +263,7 @@ class QuantLayer(QuantModule):
 
     @makes_state
     def weight_changed(self) -> None:
-        """After a change of the weight: bring what belongs to it to its device, and drop the copies."""
+        """After a change of the weight: bring what belongs to it to its device, and forget what was made of it."""
         state, device = self.moq, self.float_weight.device
         state.scale = None
         self.invalidate()
@@ -350,12 +367,10 @@ class QuantLinear(QuantLayer, nn.Linear):
     )
     """
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`input` `[..., in_features]` times the quantized weight, plus the bias."""
-        with recompute_in_backward([self]):
-            return F.linear(
-                self.quantized_input(input), self.quantized_weight(), self.bias
-            )
+    def _product(self, input: Tensor) -> Tensor:
+        if self.moq.inputs is not None:
+            input = self.quantized_input(input)
+        return F.linear(input, self.quantized_weight(), self.bias)
 
 
 class QuantConv1D(QuantLayer, Conv1D):
@@ -370,13 +385,10 @@ class QuantConv1D(QuantLayer, Conv1D):
 
     kind = "conv1d"
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` `[..., in_features]` times the quantized weight, plus the bias."""
-        rows = self.quantized_input(x).view(-1, x.size(-1))
-        with recompute_in_backward([self]):
-            return torch.addmm(self.bias, rows, self.quantized_weight()).view(
-                *x.size()[:-1], self.nf
-            )
+    def _product(self, input: Tensor) -> Tensor:
+        rows = self.quantized_input(input).view(-1, input.size(-1))
+        product = torch.addmm(self.bias, rows, self.quantized_weight())
+        return product.view(*input.size()[:-1], self.nf)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}{self.extra_repr()})"
@@ -392,10 +404,32 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
     kind = "embedding"
 
     def forward(self, input: Tensor) -> Tensor:
-        """The rows `[..., embedding_dim]` of the quantized table for the indices `input` `[...]`."""
-        table = self.quantized_weight(self.float_weight.dtype)
-        return F.embedding(
+        """The rows `[..., embedding_dim]` of the quantized table for the indices `input` `[...]`.
+
+        Only these are quantized, unless there are more of them than the table has.
+        """
+        table = self.float_weight
+        rows_only = self._quantizes_rows(input)
+        if not rows_only:
+            table = self.quantized_weight(table.dtype)
+        rows = F.embedding(
             input, table, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
+        )
+        return self.moq.quantized_rows(rows) if rows_only else rows
+
+    def _quantizes_rows(self, input: Tensor) -> bool:
+        state = self.moq
+        # One compiled graph holds for all bits.
+        is_quantized = torch.compiler.is_compiling() or state.bits != FLOAT_BITS
+        # Random numbers and ratios are those of the table's rows; merged adapters add to
+        # the table; what vmap has stacked knows only operators of its own.
+        return (
+            is_quantized
+            and 0 < input.numel() < self.num_embeddings
+            and state.ratio is None
+            and not (state.lora or state.grid.stochastic)
+            and not isinstance(state.grid.grouping, RowBlocks)
+            and not (is_transformed() or is_exporting())
         )
 
 
@@ -404,10 +438,8 @@ class QuantConv(QuantLayer):
 
     kind = "conv"
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`input` `[examples, in_channels, *size]`, or one example, with the layer's stride and padding."""
-        with recompute_in_backward([self]):
-            return convolve(self, input, self.quantized_weight())  # type: ignore[arg-type]
+    def _product(self, input: Tensor) -> Tensor:
+        return convolve(self, input, self.quantized_weight())  # type: ignore[arg-type]
 
 
 class QuantConv1d(QuantConv, nn.Conv1d):

@@ -23,8 +23,9 @@ and weights beyond 21 are clipped. Since both scales are powers of two but for t
 bfloat16.
 
 r is the clipping ratio of the group, 1 unless given; NVFP4's may be above 1, where its largest weight is not 6. Stochastic rounding replaces round(y) by floor(y + u), u uniform in
-[0, 1). Sums (ternary, binary, squared errors) are in float64, in PyTorch's order, and then rounded to float32. A group
-whose scale would be below the smallest normal float32 in magnitude (all zeros, or too small to matter) becomes zeros.
+[0, 1). Sums of magnitudes (ternary, binary) are exact, see `exact_sum`, and their means are rounded to float32; those of
+squared errors are in float64, in PyTorch's order. A group whose scale would be below the smallest normal float32 in
+magnitude (all zeros, or too small to matter) becomes zeros.
 
 A full range puts its extra code where the largest weight is: m > 0 makes a negative scale. Of +m and -m in one group
 +m counts. It is ggml's rule for Q4_0; there the first of the two counts, and a half rounds to the larger code.
@@ -370,7 +371,9 @@ def gptq(weight: Tensor, moment: Tensor, bits: int, grid: Grid = _DEFAULT) -> Te
     return rounded
 
 
-def uniform(like: Tensor, seed: RoundingSeed = _FIRST) -> Tensor:
+def uniform(
+    like: Tensor, seed: RoundingSeed = _FIRST, out: Tensor | None = None
+) -> Tensor:
     """Uniform float32 numbers in [0, 1) of the shape and on the device of a tensor, by `torch.rand`.
 
     The generator is seeded with 63 bits of the SHA-256 of seed, layer and step. So
@@ -379,14 +382,15 @@ def uniform(like: Tensor, seed: RoundingSeed = _FIRST) -> Tensor:
     Args:
         like: Gives shape and device.
         seed: The three numbers.
+        out: Where they go; None is memory of their own.
     """
     digest = hashlib.sha256(repr(tuple(seed)).encode()).digest()
     generator = torch.Generator(like.device).manual_seed(
         int.from_bytes(digest[:8]) >> 1
     )
-    return torch.rand(
-        like.shape, generator=generator, dtype=torch.float32, device=like.device
-    )
+    if out is None:
+        out = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+    return out.uniform_(generator=generator)
 
 
 def check(
@@ -452,7 +456,8 @@ def _scales(
 def _few_scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Find the scale of binary or ternary groups, and the threshold of ternary ones."""
     magnitude = x.to(torch.float32).abs()
-    mean = _mean(magnitude, x.shape[1])
+    largest = magnitude.amax(1, keepdim=True)
+    mean = _mean(magnitude, largest, x.shape[1])
     is_zero = mean < _TINY
     # A group that is too small to matter has nothing above its threshold.
     threshold = torch.where(is_zero, torch.inf, mean * 0.7)
@@ -460,8 +465,38 @@ def _few_scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         return torch.where(is_zero, 0.0, mean), threshold
     # A comparison is quicker where it writes floats.
     above = torch.gt(magnitude, threshold, out=torch.empty_like(magnitude))
-    scale = _mean(magnitude.mul_(above), above.sum(1, keepdim=True))
+    scale = _mean(magnitude.mul_(above), largest, above.sum(1, keepdim=True))
     return torch.where(is_zero, 1.0, scale), threshold
+
+
+def exact_sum(terms: Tensor, largest: Tensor) -> Tensor:
+    """Add numbers up so that the sum is the same in every order, and in parts: as integers.
+
+    Each is multiplied by 2^k and cut off to an int64, where k is the largest number with
+    which 2^62 cannot be reached: 62 - e - n, with 2^e above all of them and n the bit
+    length of their count. So at least 62 - n bits of the largest one count.
+
+    Args:
+        terms: float32 `[groups, count]`, not negative, of fewer than 2^31 numbers each.
+        largest: float32 `[groups, 1]`: at least the largest number of each group, NaN
+            or Inf where that is.
+
+    Returns:
+        float64 `[groups, 1]`; `largest` where that is NaN or Inf.
+    """
+    exponent = largest.view(torch.int32) >> 23
+    power = 188 - exponent - terms.shape[1].bit_length()
+    # 2^k may be beyond float32: it is multiplied with in two steps.
+    half = power >> 1
+    first, second = _power_of_two(half), _power_of_two(power - half)
+    whole = (terms * first).mul_(second).to(torch.int64)
+    total = whole.sum(1, keepdim=True).to(torch.float64) / first / second
+    return torch.where(largest.isfinite(), total, largest)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """As float32, for int32 exponents of -126 to 127."""
+    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def _codes(
@@ -516,12 +551,8 @@ def _on_grid(
     return out.mul_(scale)
 
 
-def _mean(magnitude: Tensor, count: int | Tensor) -> Tensor:
-    return (
-        magnitude.sum(1, keepdim=True, dtype=torch.float64)
-        .div_(count)
-        .to(torch.float32)
-    )
+def _mean(magnitude: Tensor, largest: Tensor, count: int | Tensor) -> Tensor:
+    return exact_sum(magnitude, largest).div_(count).to(torch.float32)
 
 
 def _range(x: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:

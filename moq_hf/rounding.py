@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from .config import MoQConfig
 from .errors import MoQError, explained, shortened
+from .forward_pass import makes_state
 from .inputs import InputObserver, update_ranges
-from .layer_state import makes_state
 from .model.convert import check_finite, dequantize_model, prepare_model
 from .model.selection import take_inventory
 from .model.sizes import ModelSizes

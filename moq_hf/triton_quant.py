@@ -1,15 +1,19 @@
-"""`quantizer.fake_quantize` as one launch of a Triton kernel, with the same numbers, bit for bit.
+"""`quantizer.rounded` in a Triton kernel, for many weights at once, with the same numbers, bit for bit.
 
 It can be imported without Triton and without a GPU: where the kernel does not run,
-`quantizer` computes. The kernel takes uniform grids in groups of up to `LONGEST`
-weights; ternary and binary grids, longer groups and float64 are left to `quantizer`.
+`quantizer` computes. The kernel takes every grid, and weights in float32, bfloat16 and
+float16.
 """
 
-import importlib
+import functools
 import logging
-from dataclasses import replace
-from typing import Any
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,52 +23,264 @@ from .quantizer import RoundingSeed
 
 logger = logging.getLogger(__name__)
 
-# One program reads a whole group; longer groups would leave most of a GPU idle.
-LONGEST = 65_536
+# A thread holds 16 weights in registers, or 8 where it adds them up, chosen by counting
+# registers. A program of 256 threads holds whole groups of up to TILE weights, or a half of
+# it; one of up to 1,024 threads holds one group of up to WIDEST, or a half of it. Longer
+# groups are taken in parts.
+TILE = 4096
+WIDEST = 16_384
+# Random numbers of a launch, 256 MB, after which a launch of the same form begins.
+NOISE = 2**26
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _DEFAULT = Grid()
 _FIRST = RoundingSeed()
-# Whether variants of the kernel, each on a device, work there: once they were tried out.
+# Whether variants of the kernel work, once they were tried out.
 _works: dict[tuple[Any, ...], bool] = {}
 
 
-class Levels:
-    """A precision in a device's memory, where the kernel reads it: a captured CUDA graph follows what is written there.
+class Job(NamedTuple):
+    """A weight that is to be fake-quantized.
 
     Attributes:
-        memory: float32 `[8 + groups]`: the least and the greatest code, the code of a
-            group's largest weight, the shares of the float and of the quantized weight,
-            whether codes are floats, two that are not used, and a clipping ratio of each group. It is empty
-            before the first launch.
+        weight: Floating-point `[rows, columns]`, any strides.
+        precision: The grid at its bit width, which fit the weight.
+        ratio: Clipping ratios, contiguous float32 of the scale's shape; None is 1
+            everywhere.
+        seed: The random numbers of stochastic rounding.
+        blend: Share of the float weight in the result.
+        dtype: Dtype of the result.
+    """
+
+    weight: Tensor
+    precision: Precision
+    ratio: Tensor | None = None
+    seed: RoundingSeed = _FIRST
+    blend: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+
+class Filled(NamedTuple):
+    """What became of jobs, in their order.
+
+    Attributes:
+        values: Fake-quantized weights, contiguous, each in memory of its own, without a
+            graph. None where the kernel does not take the job.
+        scales: float32, those of all jobs.
+        places: Where in `scales` those of a job are.
+    """
+
+    values: list[Tensor | None]
+    scales: Tensor
+    places: list[slice | None]
+
+
+class _Form(NamedTuple):
+    """What a compiled kernel is for; `align` divides the length of groups."""
+
+    device: torch.device
+    source: torch.dtype
+    dtype: torch.dtype
+    codes: str
+    symmetric: bool
+    stochastic: bool
+    blends: bool
+    stored: str
+    rows: int
+    columns: int
+    warps: int
+    is_long: bool
+    align: int
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The launches that it takes."""
+        if not self.is_long:
+            return ("all",)
+        sums = {"ternary": ("sum", "above"), "binary": ("sum",)}
+        return ("ends", *sums.get(self.codes, ()), "round")
+
+    def tiles(self, groups: int, length: int) -> int:
+        """How many programs so many groups of a length take."""
+        if self.is_long:
+            return groups * -(-length // self.columns)
+        return -(-groups // self.rows)
+
+    @property
+    def written(self) -> torch.dtype:
+        """What the kernel writes: Triton's interpreter does not round to bfloat16."""
+        return torch.float32 if _kernels().INTERPRETED.value else self.dtype
+
+
+class _Memory(NamedTuple):
+    """What a row of the kernel's table points to."""
+
+    weight: Tensor
+    out: Tensor
+    ratio: Tensor | None
+
+
+@dataclass(eq=False)
+class _Launch:
+    """Jobs of one form, by their numbers; the kernel's `items`; and how many random numbers they take."""
+
+    form: _Form
+    jobs: list[int] = field(default_factory=list)
+    tiles: list[Any] = field(default_factory=list)
+    drawn: int = 0
+
+    @functools.cached_property
+    def items(self) -> Tensor:
+        items = np.concatenate(self.tiles).astype(np.int32)
+        return torch.from_numpy(items).to(self.form.device)
+
+    def noise(self, jobs: Sequence[Job]) -> Tensor | None:
+        """Draw the random numbers of stochastic rounding."""
+        if not self.drawn:
+            return None
+        noise = torch.empty(self.drawn, dtype=torch.float32, device=self.form.device)
+        first = 0
+        for number in self.jobs:
+            weight, seed = jobs[number].weight, jobs[number].seed
+            part = noise[first : first + weight.numel()]
+            first += weight.numel()
+            quantizer.uniform(weight, seed, out=part)
+        return noise
+
+
+class _Plan(NamedTuple):
+    """What jobs of the same shapes and precisions have in common.
+
+    Attributes:
+        launches: What is to be launched.
+        rows: Of each row of the table, the number of the job, what is written for it,
+            and its first scale.
+        table: int64 `[rows, 12]`, without addresses and blends.
+        places: Those of `Filled`.
+        scales: How many scales there are.
+        marked: How many of them, at the beginning, are of groups that are taken in
+            parts.
+        blends: Whether any float weight has a share in the result.
+    """
+
+    launches: list[_Launch]
+    rows: list[tuple[int, torch.dtype, int]]
+    table: Any
+    places: list[slice | None]
+    scales: int
+    marked: int
+    blends: bool
+
+
+class Launches:
+    """Quantizes many weights of a device, in one launch for all that have the same form.
+
+    What depends on shapes and precisions alone is kept from call to call.
     """
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0)
-        self._held: tuple[Any, ...] = ()
-        self._ratio: Tensor | None = None
+        self._key: list[Any] = []
+        self._plan: _Plan | None = None
+        # What captured CUDA graphs read at each replay.
+        self._captured: list[Tensor] = []
 
-    def on(self, device: torch.device, groups: int) -> None:
-        """Have memory for so many groups."""
-        size = 8 + groups
-        if self.memory.device != device or len(self.memory) != size:
-            # It may be first needed in a mode whose tensors cannot be written in others.
-            with torch.inference_mode(False):
-                self.memory = torch.zeros(size, dtype=torch.float32, device=device)
-            self._held = ()
+    def __call__(
+        self, jobs: Sequence[Job], memory: Sequence[Tensor | None] = ()
+    ) -> Filled | None:
+        """Quantize weights that are on one device; None where the kernel does not run there.
 
-    def write(self, precision: Precision, ratio: Tensor | None, blend: float) -> None:
-        """Write a precision, where another one is held, and its ratios are as many as there is memory for."""
-        wanted = precision, blend
-        size = len(self.memory)
-        fits = size > 0 if ratio is None else size == 8 + ratio.numel()
-        if fits and (self._held != wanted or self._ratio is not ratio):
-            codes = (precision.low, precision.high, precision.top)
-            values = [*codes, blend, 1.0 - blend, precision.is_fp4]
-            head = torch.tensor(values, dtype=torch.float32, device="cpu")
-            # The host does not wait for the device, and `head` is read before it goes on.
-            self.memory[:6].copy_(head, non_blocking=True)
-            self.memory[8:] = 1.0 if ratio is None else ratio.flatten()
-            self._held, self._ratio = wanted, ratio
+        Args:
+            jobs: The weights.
+            memory: Contiguous memory of each result's dtype, which is written past
+                autograd; None, or no memory at all, has it made.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no room for the results.
+        """
+        if not jobs or not available(jobs[0].weight.device):
+            return None
+        key: list[Any] = [
+            (weight.shape, weight.dtype, precision, dtype, blend > 0)
+            for weight, precision, _, _, blend, dtype in jobs
+        ]
+        key.append(jobs[0].weight.device)
+        plan = self._plan
+        if plan is None or key != self._key:
+            plan = self._plan = _planned(jobs)
+            self._key = key
+        return self._fill(jobs, memory or [None] * len(jobs), plan)
+
+    def _fill(
+        self, jobs: Sequence[Job], memory: Sequence[Tensor | None], plan: _Plan
+    ) -> Filled:
+        device = jobs[0].weight.device
+        values: list[Tensor | None] = [None] * len(jobs)
+        scales = torch.empty(plan.scales, dtype=torch.float32, device=device)
+        if not plan.rows:
+            return Filled(values, scales, plan.places)
+        places = plan.places
+        # Copies live until the kernels that read them are launched.
+        weights = []
+        rows = []
+        for number, dtype, first in plan.rows:
+            job = jobs[number]
+            weight = job.weight
+            # The kernel may read 16 bytes at once.
+            if not weight.is_contiguous() or weight.data_ptr() % 16:
+                weight = weight.detach().clone(memory_format=torch.contiguous_format)
+                weights.append(weight)
+            out = memory[number]
+            # The interpreter writes another dtype.
+            if out is None or out.dtype != dtype:
+                out = torch.empty_like(weight, dtype=dtype)
+            values[number] = out
+            rows.append(_row(_Memory(weight, out, job.ratio), first))
+        table = self._table(jobs, plan, rows)
+        marks = _marks(plan.marked, device)
+        places = list(plan.places)
+        for launch in plan.launches:
+            form, items = launch.form, launch.items
+            try:
+                noise = launch.noise(jobs)
+                pointers = (None, None, None, noise, scales, marks)
+                _launch(form, len(items), table, items, *pointers, *[0] * 7)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self._plan = None
+                for number in launch.jobs:
+                    _give_up(_variant(jobs[number], form, True), error)
+                    # Nobody is to take what is there for a scale that is not finite.
+                    scales[places[number]] = 1.0
+                    values[number] = places[number] = None
+        if _kernels().INTERPRETED.value:
+            for number, (job, made) in enumerate(zip(jobs, values, strict=True)):
+                if made is not None and made.dtype != job.dtype:
+                    out = memory[number]
+                    made = made.to(job.dtype)
+                    values[number] = made if out is None else out.data.copy_(made)
+        return Filled(values, scales, places)
+
+    def _table(self, jobs: Sequence[Job], plan: _Plan, rows: list[Any]) -> Tensor:
+        """The kernel's table on the device. The host does not wait for the copy."""
+        device = jobs[0].weight.device
+        is_cuda = device.type == "cuda"
+        host = torch.empty(plan.table.shape, dtype=torch.int64, pin_memory=is_cuda)
+        table = host.numpy()
+        table[:] = plan.table
+        table[:, :4] = rows
+        if plan.blends:
+            blends = [jobs[number].blend for number, _, _ in plan.rows]
+            table[:, -1] = np.array(blends).view(np.int64)
+        if is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured.append(host)
+        return host.to(device, non_blocking=True)
+
+
+def _row(memory: _Memory, first: int) -> tuple[int, int, int, int]:
+    """What is new in a row of the table at each call: addresses, and where the scales begin."""
+    weight, out, ratio = memory
+    ratio_at = 0 if ratio is None else ratio.data_ptr()
+    return weight.data_ptr(), out.data_ptr(), ratio_at, first
 
 
 def fake_quantize(weight: Tensor, bits: int, *grid: Grid, **how: Any) -> Tensor:
@@ -81,18 +297,15 @@ def fake_quantize_with_scale(
     seed: RoundingSeed = _FIRST,
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
-    levels: Levels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`quantizer.fake_quantize_with_scale`, with the same arguments and results.
-
-    Of `levels` the kernel reads the precision, once it is written there.
 
     Raises:
         ValueError: Bits, grid or ratio do not fit the weight.
         torch.OutOfMemoryError: The device has no room for the result.
     """
     quantizer.check(weight, bits, grid, ratio)
-    return rounded(weight, grid.at(bits), ratio, seed, blend, dtype, levels)
+    return rounded(weight, grid.at(bits), ratio, seed, blend, dtype)
 
 
 def rounded(
@@ -102,72 +315,67 @@ def rounded(
     seed: RoundingSeed = _FIRST,
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
-    levels: Levels | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `quantizer.rounded`, with the same arguments and results.
+    """`quantizer.rounded`, with the same arguments and results.
 
     Raises:
         torch.OutOfMemoryError: The device has no room for the result.
     """
-    dtype = dtype or weight.dtype
-    how: Any = {"ratio": ratio, "seed": seed, "blend": blend, "dtype": dtype}
-    if (
-        {dtype, weight.dtype} <= _DTYPES
-        and precision.is_uniform
-        and available(weight.device)
-    ):
-        rows, columns = precision.grid.shape(*weight.shape)
-        length = weight.numel() // (rows * columns)
-        # What one compiled kernel is for, and how long groups are.
-        variant = (
-            weight.device,
-            length,
-            weight.dtype,
-            dtype,
-            precision.grid,
-            precision.is_full,
-            precision.is_fp4,
-            blend > 0,
-        )
-        if length <= LONGEST and _works.get(variant, True):
+    if available(weight.device):
+        job = Job(weight, precision, ratio, seed, blend, dtype or weight.dtype)
+        form = _form(job)
+        if form is not None and _is_tried(job, form, False):
             try:
-                if variant not in _works:
-                    _try_out(weight, precision, length, how)
-                    _works[variant] = True
-                return _launch(weight, precision, length, **how, levels=levels)
+                return _alone(job, form)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                # Triton raises what its compiler, the C compiler that it calls, or the
-                # driver raise.
-                _give_up(variant, f"{type(error).__name__}: {error}")
-    return quantizer.rounded(weight, precision, **how)
+                _give_up(_variant(job, form, False), error)
+    return quantizer.rounded(weight, precision, ratio, seed, blend, dtype)
 
 
 def available(device: torch.device) -> bool:
     """Whether the kernel can run on a device.
 
     True for CUDA devices with a Triton that is new enough, and for the CPU in Triton's
-    interpreter (TRITON_INTERPRET=1 in the environment). Each variant of the kernel is
-    tried out at its first use; where it cannot be launched, or gives other numbers than
-    `quantizer`, one warning says so, and plain PyTorch computes from then on. It is
-    False while torch.compile traces: plain PyTorch can be compiled.
+    interpreter (TRITON_INTERPRET=1 in the environment at the first call). Each variant
+    of the kernel is tried out at its first use; where it cannot be launched, or gives
+    other numbers than `quantizer`, one warning says so, and plain PyTorch computes from
+    then on. It is False while torch.compile traces: plain PyTorch can be compiled.
     """
     if torch.compiler.is_compiling():
         return False
+    kind, reason = _triton()
+    if reason and device.type == "cuda":
+        _give_up((device,), reason)
+    return device.type == kind
+
+
+@functools.cache
+def _triton() -> tuple[str, str]:
+    """The type of devices that Triton is for here, or what is wrong with it."""
     try:
         from triton import knobs
     except ImportError as error:
         # Triton is missing, broken, or too old to have the knobs.
-        if device.type == "cuda":
-            _give_up((device,), f"it needs Triton 3.4 or later ({error})")
-        return False
-    return device.type == ("cpu" if knobs.runtime.interpret else "cuda")
+        return "", f"it needs Triton 3.4 or later ({error})"
+    return "cpu" if knobs.runtime.interpret else "cuda", ""
 
 
-def _give_up(variant: tuple[Any, ...], reason: str) -> None:
+@functools.cache
+def _kernels() -> Any:
+    from .kernels import triton
+
+    return triton
+
+
+def _give_up(variant: tuple[Any, ...], reason: str | Exception) -> None:
     if _works.get(variant, True):
         _works[variant] = False
+        if isinstance(reason, Exception):
+            # Triton raises what its compiler, the C compiler that it calls, or the
+            # driver raise.
+            reason = f"{type(reason).__name__}: {reason}"
         logger.warning(
             "moq_hf: the Triton kernel is not used on %s %s, plain PyTorch computes in its place: %s",
             variant[0],
@@ -176,83 +384,181 @@ def _give_up(variant: tuple[Any, ...], reason: str) -> None:
         )
 
 
-def _try_out(weight: Tensor, precision: Precision, length: int, how: Any) -> None:
-    """Compare the kernel with `quantizer` on rows that are hard to round, as long as those at hand.
+def _form(job: Job) -> _Form | None:
+    """What compiled kernel a job takes; None if the kernel is not for it."""
+    weight, precision, _, _, blend, dtype = job
+    if weight.dtype not in _DTYPES or dtype not in _DTYPES:
+        return None
+    grid = precision.grid
+    codes: str = precision.format
+    share = 1
+    if not precision.is_uniform:
+        codes = "binary" if precision.bits == 1 else "ternary"
+        share = 2
+    _, length = _groups(weight, grid)
+    tile = TILE // share
+    is_long = length > WIDEST // share
+    columns = tile if is_long else 1 << (length - 1).bit_length()
+    return _Form(
+        device=weight.device,
+        source=weight.dtype,
+        dtype=dtype,
+        codes=codes,
+        symmetric=grid.symmetric,
+        stochastic=grid.stochastic,
+        blends=blend > 0,
+        stored=codes if precision.is_fp4 else grid.scale_dtype,
+        rows=max(1, tile // columns),
+        columns=columns,
+        warps=max(8, 8 * columns // tile),
+        is_long=is_long,
+        align=1 if length % 16 else 16,
+    )
 
-    So nothing is compiled for it alone. Quotients are codes and the halves between
-    them, which show an error of one bit.
 
-    Raises:
-        ArithmeticError: They differ.
+def _groups(weight: Tensor, grid: Grid) -> tuple[int, int]:
+    """How many groups a weight has, and their length."""
+    rows, columns = grid.shape(*weight.shape)
+    groups = rows * columns
+    return groups, weight.numel() // groups
+
+
+def _levels(precision: Precision, groups: int, length: int) -> tuple[int, ...]:
+    """Arguments of the kernel, `n_rows` to `length_bits`."""
+    levels = precision.low, precision.high, precision.top
+    return groups, length, *levels, length.bit_length()
+
+
+def _variant(job: Job, form: _Form, many: bool) -> tuple[Any, ...]:
+    """What is tried out: a form, how long groups are, and how it is launched."""
+    _, length = _groups(job.weight, job.precision.grid)
+    return *form, _tried_length(length), job.precision.is_full, many
+
+
+def _tried_length(length: int) -> int:
+    """How long groups are that are tried out: of those that are taken in parts a few parts."""
+    return min(length, WIDEST + TILE + length % TILE)
+
+
+def _is_tried(job: Job, form: _Form, many: bool) -> bool:
+    """Whether a variant gives the numbers of `quantizer`, found out at its first use.
+
+    It is tried on rows that are hard to round, as long as those at hand, so that nothing
+    is compiled for it alone. Quotients are codes and the halves between them, which show
+    an error of one bit.
     """
-    low, high = precision.low, precision.high
-    place = torch.arange(length, device=weight.device)
+    variant = _variant(job, form, many)
+    if variant in _works:
+        return _works[variant]
+    grid = replace(job.precision.grid, grouping=PerChannel())
+    precision = grid.at(job.precision.bits)
+    _, length = _groups(job.weight, job.precision.grid)
+    place = torch.arange(_tried_length(length), device=form.device)
     steps = torch.tensor(
         [[1.0], [-0.3], [7e-3], [-(2.0**-120)]],
         dtype=torch.float32,
-        device=weight.device,
+        device=form.device,
     )
-    hard = (steps * (low + place % (2 * (high - low) + 1) / 2)).to(weight.dtype)
-    if how["ratio"] is not None:
-        how = {**how, "ratio": steps.abs().clamp(0.2, 1.0)}
-    precision = replace(precision.grid, grouping=PerChannel()).at(precision.bits)
-    found, _ = _launch(hard, precision, length, **how)
-    if not torch.equal(found, quantizer.rounded(hard, precision, **how)[0]):
-        raise ArithmeticError("at first use, it gives other numbers than plain PyTorch")
+    low, high = min(precision.low, -1), max(precision.high, 1)
+    hard = (steps * (low + place % (2 * (high - low) + 1) / 2)).to(form.source)
+    ratio = None if job.ratio is None else steps.abs().clamp(0.2, 1.0)
+    hard_job = job._replace(weight=hard, precision=precision, ratio=ratio)
+    expected, _ = quantizer.rounded(*hard_job)
+    # The launch below finds it among those that work.
+    _works[variant] = True
+    try:
+        if many:
+            filled = Launches()([hard_job])
+            found = filled.values[0] if filled else None
+        else:
+            found, _ = rounded(*hard_job)
+    except BaseException:
+        del _works[variant]
+        raise
+    if _works[variant] and (found is None or not torch.equal(found, expected)):
+        _give_up(variant, "at first use, it gives other numbers than plain PyTorch")
+    return _works[variant]
 
 
-def _launch(
-    weight: Tensor,
-    precision: Precision,
-    length: int,
-    ratio: Tensor | None,
-    seed: RoundingSeed,
-    blend: float,
-    dtype: torch.dtype,
-    levels: Levels | None = None,
-) -> tuple[Tensor, Tensor]:
-    import triton
+def _planned(jobs: Sequence[Job]) -> _Plan:
+    forms = [_form(job) for job in jobs]
+    usable: list[tuple[int, Job, _Form]] = []
+    for number, (job, form) in enumerate(zip(jobs, forms, strict=True)):
+        if form is not None and _is_tried(job, form, True):
+            usable.append((number, job, form))
+    # The scales of groups that are taken in parts come first, as their marks do.
+    usable.sort(key=lambda each: not each[2].is_long)
+    places: list[slice | None] = [None] * len(jobs)
+    table = np.zeros((len(usable), 12), np.int64)
+    rows = []
+    scales = marked = 0
+    drawn: Counter[_Form] = Counter()
+    launches: dict[Any, _Launch] = {}
+    for row, (number, job, form) in enumerate(usable):
+        groups, length = _groups(job.weight, job.precision.grid)
+        launch = launches.setdefault((form, drawn[form] // NOISE), _Launch(form))
+        launch.jobs.append(number)
+        tiles = np.arange(form.tiles(groups, length))
+        launch.tiles.append(np.stack([np.full_like(tiles, row), tiles], 1))
+        table[row, 4] = launch.drawn
+        table[row, 5:11] = _levels(job.precision, groups, length)
+        if form.stochastic:
+            launch.drawn += job.weight.numel()
+            drawn[form] += job.weight.numel()
+        rows.append((number, form.written, scales))
+        places[number] = slice(scales, scales + groups)
+        scales += groups
+        if form.is_long:
+            marked = scales
+    blends = any(form.blends for _, _, form in usable)
+    return _Plan(list(launches.values()), rows, table, places, scales, marked, blends)
 
-    from .kernels import triton as kernels
 
-    interpreted = triton.knobs.runtime.interpret
-    if kernels.INTERPRETED.value != interpreted:
-        # Which of the two a kernel is for is settled when it is read.
-        importlib.reload(kernels)
-    grid = precision.grid
+def _alone(job: Job, form: _Form) -> tuple[Tensor, Tensor]:
+    """Quantize one weight, whose addresses are arguments of the kernel."""
+    weight, precision, ratio, seed, blend, dtype = job
+    groups, length = _groups(weight, precision.grid)
     x = weight.detach().contiguous()
-    # The interpreter does not round to bfloat16.
-    y = torch.empty_like(x, dtype=torch.float32 if interpreted else dtype)
-    groups = x.numel() // length
+    y = torch.empty_like(x, dtype=form.written)
     scale = torch.empty(groups, 1, dtype=torch.float32, device=x.device)
-    levels = levels or Levels()
-    levels.on(x.device, groups)
-    levels.write(precision, ratio, blend)
-    # A row is read by one warp, and a thread holds 16 weights, or 8 where a row is
-    # longer than a tile: chosen by counting instructions and registers.
-    columns = min(1 << (length - 1).bit_length(), 256)
-    rows = 4096 // columns if length <= columns else 8
+    noise = quantizer.uniform(x, seed) if form.stochastic else None
+    marks = _marks(groups if form.is_long else 0, x.device)
+    (share,) = struct.unpack("q", struct.pack("d", blend))
+    if ratio is not None:
+        ratio = ratio.contiguous()
+    pointers = (None, None, x, y, ratio, noise, scale, marks)
+    levels = _levels(precision, groups, length)
+    _launch(form, form.tiles(groups, length), *pointers, *levels, share)
+    return y.to(dtype), scale
+
+
+def _marks(groups: int, device: torch.device) -> Tensor | None:
+    """Memory for what is found of groups that are taken in parts, of which there may be none."""
+    if not groups:
+        return None
+    return torch.zeros(groups, 5, dtype=torch.int64, device=device)
+
+
+def _launch(form: _Form, programs: int, *arguments: Any) -> None:
+    kernels = _kernels()
+    dtypes = kernels.DTYPES[form.source], kernels.DTYPES[form.written]
     # Without a limit ptxas spills for sm_100, so that more threads fit.
     options = {} if torch.version.hip else {"maxnreg": 64}
     # Triton launches on the current device.
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        kernels.fake_quantize_kernel[(-(-groups // rows),)](
-            x,
-            y,
-            scale,
-            levels.memory,
-            quantizer.uniform(x, seed) if grid.stochastic else None,
-            groups,
-            length,
-            SYMMETRIC=grid.symmetric,
-            BLENDS=blend > 0,
-            SCALE_DTYPE=grid.scale_dtype,
-            FORMAT=grid.format,
-            BLOCK_ROWS=rows,
-            BLOCK_COLS=columns,
-            ONE_TILE=length <= columns,
-            num_warps=8,
-            enable_fp_fusion=False,
-            **options,
-        )
-    return y.to(dtype), scale
+    with torch.cuda.device(form.device if form.device.type == "cuda" else -1):
+        for step in form.steps:
+            kernels.fake_quantize_kernel[(programs,)](
+                *arguments,
+                *dtypes,
+                CODES=form.codes,
+                SYMMETRIC=form.symmetric,
+                BLENDS=form.blends,
+                STORED=form.stored,
+                BLOCK_ROWS=form.rows,
+                BLOCK_COLS=form.columns,
+                ALIGN=form.align,
+                STEP=step,
+                num_warps=form.warps,
+                enable_fp_fusion=False,
+                **options,
+            )

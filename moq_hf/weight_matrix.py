@@ -66,6 +66,15 @@ def is_experts(kind: str) -> bool:
     return kind.startswith("experts")
 
 
+def is_transposed(kind: str) -> bool:
+    """Whether the rows of the matrix are no rows in the memory of the weight.
+
+    >>> is_transposed("conv1d"), is_transposed("experts")
+    (True, False)
+    """
+    return kind in ("conv1d", "experts_t")
+
+
 def parameter_of(name: str, kind: str) -> str:
     """The name of the weight of a quantized layer in the state dict; experts are called as their parameter.
 

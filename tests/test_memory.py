@@ -61,9 +61,9 @@ def test_the_plan_is_what_training_and_evaluation_hold(tmp_path: Path) -> None:
     # Activations of four tokens come on top.
     measured = planned["weights"] + peak
     assert planned["training, without activations"] < measured < 1.03 * planned["training, without activations"]
-    trainer.evaluate()
-    copies = [values for layer in callback.controller.all_layers.values() for values, *_ in layer.moq.copies.values()]
-    assert sum(copy.nbytes for copy in copies) == planned["quantized copy for evaluation"]
+    # One copy is held for all batches.
+    evaluated = peak_of(trainer.evaluate)
+    assert planned["quantized weights of a pass"] < evaluated < 1.2 * planned["quantized weights of a pass"]
 
 
 def test_the_command_plans_a_model_that_it_does_not_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from repo import ROOT
 from safetensors.torch import load_file
 from tiny_runs import stock, trained
@@ -71,6 +74,7 @@ OVERRIDDEN = {
 IN_PLACE = {
     "torch.Tensor._version": "layer_state: a weight written by hand would not be quantized again",
     "torch.nn.Module._call_impl": "layer_state: the weight that a forward pass reads would be the float one",
+    "torch._foreach_copy_": "straight_through: a cast for each gradient of a block, in place of one for all",
     "torch._C._current_graph_task_id": "layer_state: the same, in what checkpointing recomputes",
     "torch._dynamo": "training.measuring: a compiled model would be compiled again for measuring",
     "torch.nn.RNNBase._flat_weights": "training.measuring: an LSTM would be measured with other weights",
@@ -78,8 +82,9 @@ IN_PLACE = {
     "torch.nn.Module._parameters": "training.measuring: a module's parameters could not be exchanged",
     "torch.nn.Module._buffers": "training.measuring: neither could its buffers",
     "torch.nn.Module._modules": "model.convert: adapters could be merged into quantized layers",
-    # `tl.max` is of the interpreter or of the compiler from Triton's import on.
+    # `tl.max` and `tl.sum` are of the interpreter or of the compiler from Triton's import on.
     "triton.language.standard._elementwise_max": "kernels.triton: TRITON_INTERPRET set later would not compute maxima",
+    "triton.language.standard._sum_combine": "kernels.triton: the same, of sums",
 }
 
 # Files whose tests fail where these seams do not hold any more: run them too for a new version of a library.
@@ -96,6 +101,7 @@ ELSEWHERE = {
     "packed/test_versions.py": ["refuse_older"],
     "test_callback.py": ["CALLBACKS_KEY", "ExportableState", "average_loss"],
     "test_eigen.py": ["attention_of", "undo_mixed_precision"],
+    "test_forward_pass.py": ["has_hooks", "in_evaluation_loop", "pre_hooks", "remove_forward_hooks"],
     "test_loaded.py": ["give_to_each_trainer"],
     "test_processes.py": ["CHECKPOINTED"],
     "test_quant_conv.py": ["convolve"],
@@ -193,6 +199,30 @@ def test_in_place() -> None:
             resolved(path)
         except (AttributeError, ImportError) as error:
             pytest.fail(f"{path} is gone ({error}); {breaks}")
+
+
+@pytest.fixture
+def no_accelerator() -> Iterator[None]:
+    """As before an `Accelerator` was made, and afterwards too."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("no", None), ("bf16", torch.bfloat16)])
+def test_mixed_precision(name: str, dtype: torch.dtype | None, no_accelerator: None) -> None:
+    assert seams.mixed_precision() is None
+    Accelerator(mixed_precision=name, cpu=True)
+    assert seams.mixed_precision() == dtype
+
+
+def test_uses_deepspeed(no_accelerator: None) -> None:
+    assert not seams.uses_deepspeed()
+    Accelerator(cpu=True)
+    assert not seams.uses_deepspeed()
+    # DeepSpeed itself need not be there.
+    PartialState().distributed_type = DistributedType.DEEPSPEED
+    assert seams.uses_deepspeed()
 
 
 def test_incomplete(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 The interpreter needs a process of its own, which `test_in_triton_s_interpreter` starts.
 """
 
+import contextlib
 import importlib.util
 import inspect
 import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -26,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 
 from moq_hf import MoQConfig, quantize_model, quantizer, triton_quant
 from moq_hf.grid import FP4, Format, Grid, Grouping, PerChannel, PerGroup, RowBlocks
-from moq_hf.layer_state import LayerState
 from moq_hf.quantizer import RoundingSeed
 from moq_hf.training.controller import MoQController
+from moq_hf.triton_quant import Job, Launches
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
@@ -36,7 +37,7 @@ on_device = pytest.mark.skipif(False, reason="it runs here") if INTERPRETED else
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-UNIFORM = [(bits, grid) for bits, grid in [*MODES, *HALF_MODES] if grid.at(bits).is_uniform]
+ALL_MODES = [*MODES, *HALF_MODES]
 SEED = RoundingSeed(2**35 + 7, 3, 9)
 
 
@@ -74,19 +75,42 @@ def members_are_known() -> Iterator[None]:
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variant of the kernel was tried out yet, and no word of what a test comes to afterwards."""
     monkeypatch.setattr(triton_quant, "_works", {})
+    triton_quant._triton.cache_clear()
+
+
+@contextlib.contextmanager
+def noting_launches() -> Iterator[list[Any]]:
+    """The forms of what is launched."""
+    launched: list[Any] = []
+    launch = triton_quant._launch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_quant, "_launch", lambda form, *a: (launched.append(form), launch(form, *a)))
+        yield launched
+
+
+def is_same(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> bool:
+    """Whether values and scales are equal to the bit; a group that holds NaN or Inf comes out as either."""
+    pairs = [[torch.where(x.isfinite(), x, torch.nan) for x in pair] for pair in zip(found, expected, strict=True)]
+    return all(same_bits(*pair) for pair in pairs)
 
 
 def agrees(weight: torch.Tensor, bits: int, grid: Grid, **how: Any) -> bool:
     """Whether the kernel was launched, and gives the values and scales of `quantizer`."""
-    launched: list[int] = []
-    launch = triton_quant._launch
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_quant, "_launch", lambda *a, **how: (launched.append(1), launch(*a, **how))[1])
+    with noting_launches() as launched:
         found = triton_quant.fake_quantize_with_scale(weight, bits, grid, **how)
     expected = quantizer.fake_quantize_with_scale(weight, bits, grid, **how)
-    # A group that holds NaN or Inf comes out as either.
-    pairs = [[torch.where(x.isfinite(), x, torch.nan) for x in pair] for pair in zip(found, expected, strict=True)]
-    return bool(launched) and all(triton_quant._works.values()) and all(same_bits(*pair) for pair in pairs)
+    return bool(launched) and all(triton_quant._works.values()) and is_same(found, expected)
+
+
+def all_agree(jobs: list[Job], launches: Launches | None = None) -> bool:
+    """Whether all jobs of one call come to what `quantizer` makes of each, in memory of their own."""
+    filled = (launches or Launches())(jobs)
+    assert filled is not None and len({values.data_ptr() for values in filled.values}) == len(jobs)
+    right = []
+    for job, values, place in zip(jobs, filled.values, filled.places, strict=True):
+        expected, scale = quantizer.rounded(*job)
+        right.append(is_same((values, filled.scales[place]), (expected, scale.flatten())) and values.is_contiguous())
+    return all(right) and all(triton_quant._works.values())
 
 
 @needs_triton
@@ -100,19 +124,19 @@ def test_in_triton_s_interpreter() -> None:
 
 @on_device
 @pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("mode", UNIFORM, ids=str)
+@pytest.mark.parametrize("mode", ALL_MODES, ids=str)
 def test_the_kernel_is_the_definition(mode: tuple[int, Grid], half: int) -> None:
     # The kernel sees a grouping as the length of its groups: two of them for each mode.
-    place = (UNIFORM.index(mode) // 2 + half) % 4
+    place = (ALL_MODES.index(mode) // 2 + half) % 4
     bits, grid = mode[0], replace(mode[1], grouping=GROUPINGS[place])
     # Each combination of dtypes and options comes up over the cases.
-    case = UNIFORM.index(mode) + place
+    case = ALL_MODES.index(mode) + place
     weight = torch.randn(6, 33) * torch.randn(6, 1).exp()
     weight[0, :3] = torch.tensor([0.0, -0.0, 1e-42 if case % 3 != 1 else 0.0])
     weight[-1] = 0.0
     weight = weight.to(DEVICE, FLOATS[case % 3])
     how: dict[str, Any] = {"seed": SEED, "blend": 0.3 if case % 2 else 0.0, "dtype": FLOATS[case // 3 % 3]}
-    if case % 4:
+    if case % 4 and grid.at(bits).is_uniform:
         how["ratio"] = torch.tensor(quantizer.RATIOS, device=DEVICE)[torch.randint(17, grid.shape(6, 33))]
     assert agrees(weight, bits, grid, **how)
     # With NaN in one group the others stay as they are, and its scale tells of it.
@@ -161,7 +185,7 @@ def test_halves_round_to_even_and_extreme_values_stay() -> None:
     assert agrees(weight, 8, Grid(PerChannel()))
     for case, magnitude in enumerate((3e38, 1e6, 1e-6, 1e-37, 1e-45)):
         weight = torch.randn(2, 20, device=DEVICE).clamp(-1, 1) * magnitude
-        assert all(agrees(weight, bits, replace(grid, stochastic=False)) for bits, grid in UNIFORM[case % 3 :: 3])
+        assert all(agrees(weight, bits, replace(grid, stochastic=False)) for bits, grid in ALL_MODES[case % 3 :: 3])
 
 
 @on_device
@@ -193,10 +217,13 @@ def test_codes_that_are_floats(name: Format, stochastic: bool) -> None:
 @on_device
 def test_what_the_kernel_does_not_take_is_for_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_quant, "_launch", None)
-    monkeypatch.setattr(triton_quant, "LONGEST", 63)
     weight = torch.randn(8, 16, device=DEVICE)
-    for bits, odd in ((2, weight), (1, weight), (8, weight.double()), (8, weight)):
-        assert same_bits(triton_quant.fake_quantize(odd, bits), quantizer.fake_quantize(odd, bits))
+    for dtypes in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
+        job = Job(weight.to(dtypes[0]), Grid().at(8), dtype=dtypes[1])
+        assert same_bits(triton_quant.rounded(*job)[0], quantizer.rounded(*job)[0])
+        filled = Launches()([job])
+        assert filled is not None and (filled.values, filled.places, len(filled.scales)) == ([None], [None], 0)
+    assert Launches()([]) is None and Launches()([Job(weight.to("meta"), Grid().at(8))]) is None
 
 
 @on_device
@@ -231,9 +258,7 @@ def test_what_cannot_be_launched_is_left_to_pytorch_at_first_use_and_within_a_ru
     weight = torch.randn(6, 8, device=DEVICE)
     launch = triton_quant._launch
     # One variant fails, and takes no other with it.
-    monkeypatch.setattr(
-        triton_quant, "_launch", lambda *a, **how: {}["no kernel"] if how["blend"] else launch(*a, **how)
-    )
+    monkeypatch.setattr(triton_quant, "_launch", lambda form, *a: {}["no kernel"] if form.blends else launch(form, *a))
     for blend in (0.5, 0.5, 0.0):
         expected = quantizer.fake_quantize(weight, 8, blend=blend)
         assert same_bits(triton_quant.fake_quantize(weight, 8, blend=blend), expected)
@@ -242,11 +267,124 @@ def test_what_cannot_be_launched_is_left_to_pytorch_at_first_use_and_within_a_ru
     assert "the Triton kernel is not used on" in record.message and "KeyError" in record.message
     assert "plain PyTorch computes in its place" in record.message
     # The variant that did work.
-    monkeypatch.setattr(triton_quant, "_launch", lambda *arguments, **how: {}["no kernel"])
+    monkeypatch.setattr(triton_quant, "_launch", lambda *arguments: {}["no kernel"])
     for _ in range(2):
         assert same_bits(triton_quant.fake_quantize(weight, 8), quantizer.fake_quantize(weight, 8))
     _, record = caplog.records
     assert "KeyError" in record.message and list(triton_quant._works.values()) == [False, False]
+
+
+@on_device
+def test_many_weights_of_every_grid_in_one_call() -> None:
+    jobs = []
+    for case, (bits, grid) in enumerate(ALL_MODES):
+        precision = replace(grid, grouping=GROUPINGS[case % 4]).at(bits)
+        weight = (torch.randn(6, 33) * torch.randn(6, 1).exp()).to(DEVICE, FLOATS[case % 3])
+        weight[0] = torch.tensor([0.0, -0.0, 0.5])[torch.arange(33) % 3]
+        weight[-1] = 0.0
+        if case % 5 == 0:
+            weight[3, 5] = [torch.nan, torch.inf, -torch.inf][case % 3]
+        if case % 7 == 0:
+            weight = weight.t().contiguous().t()
+        ratio = None
+        if case % 2 and precision.is_uniform:
+            ratio = torch.tensor(quantizer.RATIOS, device=DEVICE)[torch.randint(17, precision.grid.shape(6, 33))]
+        seed = RoundingSeed(case, 3, 1)
+        jobs.append(Job(weight, precision, ratio, seed, 0.3 if case % 3 == 1 else 0.0, FLOATS[case // 3 % 3]))
+    for name in ("mxfp4", "nvfp4"):
+        size = FP4[name].group_size
+        precision = Grid(PerGroup(size), stochastic=name == "nvfp4", format=name).at(4)
+        jobs.append(Job(torch.randn(5, 2 * size, device=DEVICE), precision, dtype=torch.bfloat16))
+    assert all_agree(jobs)
+
+
+@on_device
+def test_what_has_one_form_is_one_launch_and_what_changes_is_seen(untried: None) -> None:
+    launches = Launches()
+    shapes = [(6, 48), (3, 64), (200, 34), (5, 40)]
+    jobs = [
+        Job(torch.randn(shape, device=DEVICE), Grid(PerChannel()).at(bits))
+        for shape, bits in zip(shapes, (3, 4, 8, 16), strict=True)
+    ]
+    assert all_agree(jobs, launches)
+    # Each pass has other memory; ratios, seeds and shares change on the way, bits now and then.
+    ratio = torch.full((3, 1), 0.7, device=DEVICE)
+    changed = [jobs[0], jobs[1]._replace(ratio=ratio), jobs[2]._replace(weight=jobs[2].weight * 2), jobs[3]]
+    blended = [job._replace(blend=share) for job, share in zip(jobs, (0.0, 1e-3, 0.5, 1.0), strict=True)]
+    fallen = [job._replace(precision=Grid(PerChannel()).at(5)) for job in jobs]
+    for case in (changed, blended, [job._replace(blend=job.blend / 2) for job in blended], fallen, jobs[:2]):
+        assert all_agree(case, launches)
+    with noting_launches() as launched:
+        launches(jobs[:2])
+        assert len(launched) == 1
+        # Lengths of 34 and 40 cannot be read 16 bytes at a time.
+        Launches()(jobs)
+    assert len(launched) == 3
+
+
+@on_device
+def test_random_numbers_of_a_launch_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_quant, "NOISE", 150)
+    grid = Grid(PerChannel(), stochastic=True)
+    jobs = [Job(torch.randn(3, 32, device=DEVICE), grid.at(4), None, RoundingSeed(1, layer)) for layer in range(5)]
+    assert all_agree(jobs)
+    with noting_launches() as launched:
+        Launches()(jobs)
+    assert len(launched) == 3
+
+
+@on_device
+@pytest.mark.parametrize("length", [triton_quant.TILE + 5, triton_quant.WIDEST + 5])
+def test_long_groups(length: int) -> None:
+    grids = [
+        (8, Grid(PerChannel(), full=True)),
+        (4, Grid(PerChannel(), symmetric=False, stochastic=True, scale_dtype="float16")),
+        (2, Grid(PerChannel())),
+        (1, Grid(PerChannel(), scale_dtype="bfloat16")),
+    ]
+    jobs = []
+    for bits, grid in grids:
+        weight = torch.randn(3, length, device=DEVICE) * torch.tensor([[1.0], [1e-37], [1e37]], device=DEVICE)
+        # The ends, and a number that is none, lie in the last part.
+        weight[0, -2:] = torch.tensor([-7.0, 7.0])
+        weight[2, -1] = torch.nan if bits > 2 else -torch.inf
+        ratio = torch.tensor([[0.9], [1.0], [0.3]], device=DEVICE) if bits == 8 else None
+        jobs.append(Job(weight, grid.at(bits), ratio, SEED, 0.25 if bits < 3 else 0.0, torch.float32))
+    assert all_agree(jobs)
+    bits, grid = grids[length % 4]
+    assert agrees(jobs[length % 4].weight, bits, grid, seed=SEED)
+
+
+@on_device
+def test_ternary_and_binary_scales_do_not_depend_on_the_order_of_weights() -> None:
+    weight = torch.randn(1, 1000, device=DEVICE) * torch.logspace(-30, 0, 1000, device=DEVICE)
+    rows = torch.stack([weight[0, torch.randperm(1000)] for _ in range(6)])
+    for bits in (1, 2):
+        assert agrees(rows, bits, Grid(PerChannel()))
+        assert len(triton_quant.fake_quantize_with_scale(rows, bits, Grid(PerChannel()))[1].unique()) == 1
+
+
+@on_device
+def test_a_launch_of_many_that_fails_leaves_its_jobs_and_no_others(
+    untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs = [Job(torch.randn(4, 24, device=DEVICE), Grid(PerChannel()).at(bits)) for bits in (8, 2, 4)]
+    launches, launch = Launches(), triton_quant._launch
+    assert all_agree(jobs, launches)
+
+    def fails(form: Any, *arguments: Any) -> None:
+        if form.codes == "int":
+            raise KeyError("no kernel")
+        launch(form, *arguments)
+
+    monkeypatch.setattr(triton_quant, "_launch", fails)
+    for _ in range(2):
+        filled = launches(jobs)
+        assert filled is not None and [values is None for values in filled.values] == [True, False, True]
+        assert [place is None for place in filled.places] == [True, False, True] and filled.scales.isfinite().all()
+        assert is_same([filled.values[1]], quantizer.rounded(*jobs[1])[:1])  # type: ignore[list-item]
+    (record,) = caplog.records
+    assert "KeyError" in record.message and "plain PyTorch computes in its place" in record.message
 
 
 @on_device
@@ -259,35 +397,6 @@ def test_the_default_dtype_changes_nothing(dtype: torch.dtype, untried: None) ->
         assert agrees(weight, 8, Grid(PerChannel()), ratio=ratio, blend=0.3)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-@on_device
-def test_a_weight_of_another_shape_has_levels_of_its_own(untried: None) -> None:
-    layer: Any = nn.Sequential(nn.Linear(96, 40), nn.Linear(40, 2)).to(DEVICE)
-    quantize_model(layer, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
-    layer = layer[0]
-    for rows in (40, 30, 50):
-        layer.weight = nn.Parameter(torch.randn(rows, 96, device=DEVICE))
-        layer.set_bits(4)
-        expected = quantizer.fake_quantize(layer.float_weight, 4, layer.moq.grid, ratio=layer.moq.ratio)
-        assert len(layer.moq.ratio) == rows and same_bits(layer.quantized_weight(), expected)
-    assert list(triton_quant._works.values()) == [True]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="it is of any path")
-def test_replicas_on_two_devices_do_not_share_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: dict[torch.device, Any] = {}
-
-    def fake_quantize(weight: torch.Tensor, *arguments: Any, levels: Any, **how: Any) -> tuple[torch.Tensor, None]:
-        used[weight.device] = levels
-        return weight, None
-
-    monkeypatch.setattr(triton_quant, "rounded", fake_quantize)
-    state = LayerState(Grid(), MoQConfig(bits=4), bits=4)
-    for place in ("cpu", "meta", "cpu"):
-        state.fake_quantize(torch.empty(4, 8, device=place), torch.float32)
-    first, second = used.values()
-    assert first is not second and set(state.levels) == set(used)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel has its functions in it")
@@ -305,6 +414,8 @@ def test_a_wrong_part_of_the_kernel_is_found_at_first_use(
 ) -> None:
     from moq_hf.kernels import triton as kernels
 
+    if not kernels.INTERPRETED.value:
+        pytest.skip("a compiled kernel has its functions in it")
     right = getattr(kernels, function)
     monkeypatch.setattr(kernels, function, lambda *arguments: wrong(right, *arguments))
     weight = torch.randn(6, 96)
@@ -320,19 +431,20 @@ def test_a_device_without_room_is_no_reason_to_give_the_kernel_up(
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(triton_quant, "available", lambda device: True)
-    monkeypatch.setattr(triton_quant, "_try_out", lambda *arguments: None)
     monkeypatch.setattr(triton_quant, "_launch", launch)
-    with pytest.raises(torch.OutOfMemoryError):
-        triton_quant.fake_quantize(torch.randn(6, 8), 8)
-    assert list(triton_quant._works.values()) == [True]
+    job = Job(torch.randn(6, 8), Grid().at(8))
+    for run in (lambda: triton_quant.rounded(*job), lambda: Launches()([job])):
+        with pytest.raises(torch.OutOfMemoryError):
+            run()
+    assert not triton_quant._works
 
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
 @pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 120, 32), ("hip", "gfx942", 64), ("hip", "gfx1100", 32)])
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("many", "codes", "step"), [(False, "int", "all"), (True, "ternary", "round")])
 def test_it_compiles_for_the_oldest_and_the_newest_gpus(
-    target: tuple[str, Any, int], symmetric: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: tuple[str, Any, int], many: bool, codes: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -340,10 +452,15 @@ def test_it_compiles_for_the_oldest_and_the_newest_gpus(
     from moq_hf.kernels.triton import fake_quantize_kernel as kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    types = {"X_ptr": "*fp32", "Y_ptr": "*bf16", "scale_ptr": "*fp32", "levels_ptr": "*fp32"}
-    types |= {"n_rows": "i32", "n_cols": "i32"}
-    constants = {"noise_ptr": None, "SYMMETRIC": symmetric, "BLENDS": False, "SCALE_DTYPE": "float32", "FORMAT": "int"}
-    constants |= {"BLOCK_ROWS": 8, "BLOCK_COLS": 256, "ONE_TILE": False}
+    import triton.language as tl
+
+    types = {"X_ptr": "*fp32", "Y_ptr": "*bf16", "scale_ptr": "*fp32"}
+    types |= dict.fromkeys(("n_rows", "n_cols", "low", "high", "farthest", "length_bits", "blend"), "i32")
+    if many:
+        types = {"table": "*i64", "items": "*i32", "scale_ptr": "*fp32", "marks_ptr": "*i64"}
+    constants = {"X_DTYPE": tl.float32, "Y_DTYPE": tl.bfloat16, "CODES": codes, "SYMMETRIC": True, "BLENDS": False}
+    constants |= {"STORED": "float32", "BLOCK_ROWS": 1, "BLOCK_COLS": 4096, "ALIGN": 16, "STEP": step}
+    constants |= {name: None for name in kernel.arg_names if name not in {**types, **constants}}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     source = triton.compiler.ASTSource(kernel, signature, constants)
     options = {"num_warps": 8, "enable_fp_fusion": False}
@@ -354,7 +471,7 @@ def test_it_compiles_for_the_oldest_and_the_newest_gpus(
 @pytest.mark.skipif(INTERPRETED, reason="it chooses for itself")
 def test_the_interpreter_may_be_chosen_after_the_import(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
-        "import os, torch, moq_hf.kernels.triton\n"
+        "import os, torch, triton\n"
         "from moq_hf import triton_quant\n"
         "os.environ['TRITON_INTERPRET'] = '1'\n"
         "triton_quant.fake_quantize(torch.randn(4, 300), 4)\n"
@@ -411,6 +528,6 @@ def test_a_compiled_model_sees_one_operator_with_a_straight_through_gradient() -
         assert same_bits(compiled(x), layer(x))
     assert len(graphs) == 1
     names = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert [name for name in names if "linear" not in name] == ["moq_hf.fake_quantize.default"]
+    assert [name for name in names if "moq_hf" in name] == ["moq_hf.quantized.default"]
     # Nor does inductor capture it in a CUDA graph, where a drop would go unnoticed.
-    assert torch.Tag.cudagraph_unsafe in torch.ops.moq_hf.fake_quantize.default.tags
+    assert torch.Tag.cudagraph_unsafe in torch.ops.moq_hf.quantized.default.tags

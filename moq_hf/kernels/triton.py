@@ -4,104 +4,275 @@ The numbers are those of `quantizer`, bit for bit. A launch must not fuse produc
 sums (`enable_fp_fusion=False`): what is fused is written as `tl.fma`.
 """
 
+import torch
 import triton
 import triton.language as tl
-from triton.language import constexpr, float32, int32, uint32
+from triton.language import constexpr, float32, float64, int32, int64, uint32
 from triton.language.extra import libdevice
 
 _MAGNITUDE = constexpr(0x7FFFFFFF)
 _EXPONENT = constexpr(0x7F800000)
+_TINY = constexpr(2.0**-126)
 INTERPRETED = constexpr(triton.knobs.runtime.interpret)
+# Numbers of a weight in the table, and of a long group in `marks_ptr`: the bits of its
+# largest and of its least number, its sum, and the sum and count above its threshold.
+COLUMNS = constexpr(12)
+MARKS = constexpr(5)
+DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(
+    do_not_specialize=[
+        *("n_rows", "n_cols", "low", "high", "farthest", "length_bits", "blend")
+    ]
+)
 def fake_quantize_kernel(
+    table,
+    items,
     X_ptr,
     Y_ptr,
-    scale_ptr,
-    levels_ptr,
+    ratio_ptr,
     noise_ptr,
+    scale_ptr,
+    marks_ptr,
     n_rows,
     n_cols,
+    low,
+    high,
+    farthest,
+    length_bits,
+    blend,
+    X_DTYPE: constexpr,
+    Y_DTYPE: constexpr,
+    CODES: constexpr,
     SYMMETRIC: constexpr,
     BLENDS: constexpr,
-    SCALE_DTYPE: constexpr,
-    FORMAT: constexpr,
+    STORED: constexpr,
     BLOCK_ROWS: constexpr,
     BLOCK_COLS: constexpr,
-    ONE_TILE: constexpr,
+    ALIGN: constexpr,
+    STEP: constexpr,
 ):
-    """`quantizer.fake_quantize_with_scale` for equal steps: a row is a group, and a program takes BLOCK_ROWS of them.
+    """`quantizer.rounded` of many weights, or of one: a row is a group, and a program takes a tile of one weight.
+
+    A tile is read once, and stays in registers. It holds whole rows; or it is a part of
+    one that is longer, and a launch for each STEP finds some more of what is to be known
+    of whole rows, in `marks_ptr`.
 
     Args:
+        table: int64 `[weights, COLUMNS]`: the addresses of X, Y and clipping ratios (0:
+            none), where in `scale_ptr` and `noise_ptr` those of the weight begin, and
+            the arguments from `n_rows` on, which are not given then. For one weight
+            None.
+        items: int32 `[programs, 2]`: a weight's row in the table, and the number of the
+            tile in the weight. For one weight None: program i takes its tile i.
         X_ptr: Weights `[n_rows, n_cols]`.
         Y_ptr: Where fake-quantized weights go, in any float dtype.
-        scale_ptr: Where float32 scales go, `[n_rows]`.
-        levels_ptr: float32 `[8 + n_rows]` of `triton_quant.Levels`: all that a precision
-            is, read from memory, so that one compiled kernel, and one captured CUDA
-            graph, serve all bit widths.
-        noise_ptr: float32 random numbers of stochastic rounding `[n_rows, n_cols]`, or
-            None.
+        ratio_ptr: float32 clipping ratios `[n_rows]`, or None.
+        noise_ptr: float32 random numbers of stochastic rounding `[n_rows, n_cols]`, with
+            a table of all weights, or None.
+        scale_ptr: Where float32 scales go, `[n_rows]`, with a table of all weights.
+        marks_ptr: int64 `[scales, MARKS]`, zeros before the first step, or None.
         n_rows: Number of groups.
-        n_cols: Weights of a group, at most 2^23.
-        SYMMETRIC: Whether codes lie around zero.
+        n_cols: Weights of a group.
+        low: The least code.
+        high: The greatest code.
+        farthest: The code of a group's largest weight, negative where the least one is
+            that.
+        length_bits: The bit length of `n_cols`.
+        blend: The bits of a float64, the share of the float weight in the result.
+        X_DTYPE: Of the weights.
+        Y_DTYPE: Of the results.
+        CODES: What codes are: "int", "mxfp4", "nvfp4", "ternary" or "binary".
+        SYMMETRIC: Whether they lie around zero.
         BLENDS: Whether the float weight has a share in the result.
-        SCALE_DTYPE: What scales are rounded to, by its name.
-        FORMAT: What codes are at 4 bits; see `Grid`.
-        BLOCK_ROWS: Groups of a program, a power of two.
+        STORED: What scales are rounded to, by its name.
+        BLOCK_ROWS: Rows of a tile, a power of two; 1 where it is a part of one.
         BLOCK_COLS: Columns of a tile, a power of two.
-        ONE_TILE: Whether a row is one tile, which then stays in registers.
+        ALIGN: What `n_cols` and the addresses in the table, in bytes, are multiples of.
+        STEP: "all" where rows are whole; else "ends", "sum" (for ternary and binary
+            codes), "above" (for ternary ones), and "round".
     """
-    # The program's first weight may lie beyond 2^31; within its rows 32 bits suffice.
-    # Rows past the last are the last one again, and store what it stores.
-    first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    rows = tl.arange(0, BLOCK_ROWS)[:, None]
-    rows = tl.minimum(rows, (n_rows - 1 - first_row).to(int32))
-    cols = tl.arange(0, BLOCK_COLS)[None, :]
-    starts = first_row * n_cols + rows * n_cols
-    end = BLOCK_COLS if ONE_TILE else n_cols
-    low = tl.load(levels_ptr)
-    high = tl.load(levels_ptr + 1)
-    # Negative where the least code is used: then scales have a sign.
-    farthest = tl.load(levels_ptr + 2)
-    blend = tl.load(levels_ptr + 3)
-    keep = tl.load(levels_ptr + 4)
+    IS_FEW: constexpr = CODES == "ternary" or CODES == "binary"
+    tile = tl.program_id(0)
+    scale_row = 0
+    ratios = 1
+    if table is not None:
+        job = table + tl.load(items + 2 * tile) * COLUMNS
+        tile = tl.load(items + 2 * tile + 1)
+        X_ptr = tl.multiple_of(_address(job, X_DTYPE), ALIGN)
+        Y_ptr = tl.multiple_of(_address(job + 1, Y_DTYPE), ALIGN)
+        ratio_ptr = _address(job + 2, float32)
+        ratios = tl.load(job + 2)
+        if noise_ptr is not None:
+            noise_ptr += tl.multiple_of(tl.load(job + 4), ALIGN)
+        scale_row = tl.load(job + 3)
+        n_rows = tl.load(job + 5)
+        n_cols = tl.load(job + 6)
+        low = tl.load(job + 7)
+        high = tl.load(job + 8)
+        farthest = tl.load(job + 9)
+        length_bits = tl.load(job + 10)
+        blend = tl.load(job + 11)
+    n_cols = tl.multiple_of(n_cols.to(int64), ALIGN)
+    low = low.to(float32)
+    high = high.to(float32)
+    farthest = farthest.to(float32)
+    length_bits = length_bits.to(int32)
 
-    # The first pass finds the range. Each thread keeps that of what it reads, and they
-    # are compared at the end. The bits of positive numbers are in order as integers,
-    # those of negative ones are, by magnitude, above all of them as integers without a
-    # sign, and NaN is beyond both.
-    x = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, float32)
-    top = _bits(x, int32)
-    bottom = _bits(x, uint32)
-    for first in range(0, end, BLOCK_COLS):
-        x = _load(X_ptr + starts + first, cols, n_cols - first)
-        top = tl.maximum(top, _bits(x, int32))
-        bottom = tl.maximum(bottom, _bits(x, uint32))
-    top = _largest(top)
-    bottom = _bits(_largest(bottom), int32)
-    # Zero, where no number is negative.
+    # The tile's first weight may lie beyond 2^31; within it 32 bits suffice. Rows past
+    # the last are the last one again, and store what it stores.
+    tile = tile.to(int64)
+    rows = tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_COLS)[None, :]
+    if STEP == "all":
+        row = tile * BLOCK_ROWS
+        begin = 0
+        rows = tl.minimum(rows, tl.minimum(n_rows - 1 - row, BLOCK_ROWS).to(int32))
+    else:
+        parts = (n_cols + BLOCK_COLS - 1) // BLOCK_COLS
+        row = tile // parts
+        begin = (tile % parts) * BLOCK_COLS
+    start = row * n_cols + begin
+    # A part of a row has only row 0; the first one stores the scale.
+    is_first = rows + begin == rows
+    places = rows * n_cols.to(int32) + cols
+    inside = cols < n_cols - begin
+    rows = row + rows
+    x = _load(X_ptr + start + places, inside)
+    mark = None
+    if STEP != "all":
+        mark = marks_ptr + (scale_row + rows) * MARKS
+
+    if STEP != "all" and STEP != "round":
+        _find(x, mark, n_cols, length_bits, IS_FEW, STEP)
+    else:
+        if IS_FEW:
+            y, scale = _few(x, mark, n_cols, length_bits, CODES, STORED)
+        else:
+            ratio = 1.0
+            if ratio_ptr is not None:
+                has_ratio = rows + ratios != rows
+                ratio = tl.load(ratio_ptr + rows, mask=has_ratio, other=1.0)
+            scale, bottom = _uniform_scale(x, mark, ratio, farthest, SYMMETRIC, STORED)
+            noise = None
+            if noise_ptr is not None:
+                noise = _load(noise_ptr + start + places, inside)
+            y = _rounded(x, noise, scale, bottom, low, high, CODES, SYMMETRIC)
+        if BLENDS:
+            share = _bits(blend.to(int64), float64)
+            y = y * (1.0 - share).to(float32) + x * share.to(float32)
+        tl.store(Y_ptr + start + places, y, mask=inside)
+        tl.store(scale_ptr + scale_row + rows, scale, mask=is_first)
+
+
+@triton.jit
+def _find(x, mark, n_cols, length_bits, IS_FEW: constexpr, STEP: constexpr):
+    """Add to the marks of a row what a part of it shows."""
+    if STEP == "ends":
+        top, bottom = _ends(x, IS_FEW)
+        tl.atomic_max(mark, top.to(int64), sem="relaxed")
+        if not IS_FEW:
+            bottom = _bits(bottom, uint32).to(int64)
+            tl.atomic_max(mark + 1, bottom, sem="relaxed")
+    else:
+        top = tl.load(mark).to(int32)
+        whole = _whole(x, top, length_bits)
+        if STEP == "sum":
+            tl.atomic_add(mark + 2, _sum(whole), sem="relaxed")
+        else:
+            mean = _mean(tl.load(mark + 2), n_cols, top, length_bits)
+            is_above = tl.abs(x) > _threshold(mean)
+            whole = tl.where(is_above, whole, 0)
+            tl.atomic_add(mark + 3, _sum(whole), sem="relaxed")
+            tl.atomic_add(mark + 4, _sum(is_above.to(int64)), sem="relaxed")
+
+
+@triton.jit
+def _address(place, DTYPE: constexpr):
+    """What is at an address, as an address of numbers."""
+    return tl.load(place).to(tl.pointer_type(DTYPE))
+
+
+@triton.jit
+def _load(X_ptr, inside):
+    """A tile as float32, zeros past the last column."""
+    return tl.load(X_ptr, mask=inside, other=0.0).to(float32)
+
+
+@triton.jit
+def _ends(x, IS_FEW: constexpr):
+    """The bits of the largest and of the least number of each row, or twice those of its largest magnitude.
+
+    The bits of positive numbers are in order as integers, those of negative ones are, by
+    magnitude, above all of them as integers without a sign, and NaN is beyond both.
+    """
+    if IS_FEW:
+        x = tl.abs(x)
+    top = _largest(_bits(x, int32))
+    return top, top if IS_FEW else _bits(_largest(_bits(x, uint32)), int32)
+
+
+@triton.jit
+def _few(x, mark, n_cols, length_bits, CODES: constexpr, STORED: constexpr):
+    """Ternary or binary rows, and their scales."""
+    if mark is None:
+        top, _ = _ends(x, True)
+        whole = _whole(x, top, length_bits)
+        total = _sum(whole)
+    else:
+        top = tl.load(mark).to(int32)
+        total = tl.load(mark + 2)
+    mean = _mean(total, n_cols, top, length_bits)
+    scale = tl.where(mean < _TINY, 0.0, mean)
+    code = tl.where(x >= 0, 1.0, -1.0)
+    if CODES == "ternary":
+        is_above = tl.abs(x) > _threshold(mean)
+        if mark is None:
+            total = _sum(tl.where(is_above, whole, 0))
+            count = _sum(is_above.to(int32))
+        else:
+            total = tl.load(mark + 3)
+            count = tl.load(mark + 4)
+        scale = _mean(total, count, top, length_bits)
+        scale = tl.where(mean < _TINY, 1.0, scale)
+        code = _signed(tl.where(is_above, 1.0, 0.0), x)
+    scale = _as_stored(scale, STORED)
+    return code * scale, scale
+
+
+@triton.jit
+def _uniform_scale(x, mark, ratio, farthest, SYMMETRIC: constexpr, STORED: constexpr):
+    """The scales of rows, and their least numbers, clipped."""
+    if mark is None:
+        top, bottom = _ends(x, False)
+    else:
+        top = tl.load(mark).to(int32)
+        bottom = tl.load(mark + 1).to(int32)
+    # Zero, where no number is negative. And `top` is below zero where no other is.
     bottom = bottom & (bottom >> 31)
     if SYMMETRIC:
         size = bottom & _MAGNITUDE
         top = tl.where(top >= size, top, tl.where(farthest < 0, bottom, size))
-    span = _bits(top, float32)
-    bottom = _bits(bottom, float32)
-
-    ratio = tl.load(levels_ptr + 8 + first_row + rows)
-    span = span * ratio
+    span = _bits(top, float32) * ratio
+    bottom = _bits(bottom, float32) * ratio
     if not SYMMETRIC:
-        bottom = bottom * ratio
-        span = span - bottom
+        span = tl.where(span < 0, 0.0, span) - bottom
     scale = tl.div_rn(span, farthest)
     # Below the smallest normal number a group becomes zeros.
-    scale = tl.where(tl.abs(scale) < 2.0**-126, 1.0, scale)
-    is_fp4 = tl.load(levels_ptr + 5) > 0
-    found = scale
-    scale = _as_stored(scale, SCALE_DTYPE)
-    scale = tl.where(is_fp4, _as_stored(found, FORMAT), scale)
-    tl.store(scale_ptr + first_row + rows, scale)
+    scale = tl.where(tl.abs(scale) < _TINY, 1.0, scale)
+    return _as_stored(scale, STORED), bottom
 
+
+@triton.jit
+def _rounded(
+    x, noise, scale, bottom, low, high, CODES: constexpr, SYMMETRIC: constexpr
+):
+    """What a tile becomes on a grid of equal steps, or of floats of four bits."""
     # What is divided by: a power of two brings the scale's magnitude to between 2 and
     # 4, so that no step of a division leaves the normal numbers, but for quotients that
     # round to zero.
@@ -113,48 +284,76 @@ def fake_quantize_kernel(
         zero = _divide(-bottom, divisor, shift, inverse)
         zero = _round(tl.clamp(zero, low, high))
         low, high = low - zero, high - zero
-    elif noise_ptr is None:
+    elif noise is None:
         # Codes of a negative scale's magnitude have the other sign.
         low, high = tl.where(scale < 0, -high, low), tl.where(scale < 0, -low, high)
         scale = tl.abs(scale)
-
-    # The second pass finds the tiles in a cache, or the only one still in registers.
-    for first in range(0, end, BLOCK_COLS):
-        if not ONE_TILE:
-            x = _load(X_ptr + starts + first, cols, n_cols - first)
-        noise = None
-        if noise_ptr is not None:
-            noise = _load(noise_ptr + starts + first, cols, n_cols - first)
-        if noise_ptr is None and FORMAT == "int":
-            code = _divide(x, divisor, shift, inverse)
-        else:
-            # A weight that a scale of E4M3 clips can be too large for the shift.
-            code = tl.div_rn(x, scale)
-        if FORMAT == "int":
-            code = _code(code, noise, low, high)
-        else:
-            # Codes are 1, 2 or 4 apart.
-            far = tl.where(is_fp4, tl.abs(code), 0.0)
-            step = tl.where(far < 4, 1.0, tl.where(far < 8, 2.0, 4.0))
-            code = _code(tl.div_rn(code, step), noise, low, high)
-            code = tl.clamp(code * step, low, high)
-        # What a zero point was added to and taken from has no -0.
-        y = code * scale if SYMMETRIC else tl.fma(code, scale, 0.0)
-        if BLENDS:
-            y = y * keep + x * blend
-        tl.store(Y_ptr + starts + first + cols, y, mask=cols < n_cols - first)
+    if noise is None and CODES == "int":
+        code = _divide(x, divisor, shift, inverse)
+    else:
+        # A weight that a scale of E4M3 clips can be too large for the shift.
+        code = tl.div_rn(x, scale)
+    if CODES == "int":
+        code = _code(code, noise, low, high)
+    else:
+        # Codes are 1, 2 or 4 apart.
+        far = tl.abs(code)
+        step = tl.where(far < 4, 1.0, tl.where(far < 8, 2.0, 4.0))
+        code = _code(tl.div_rn(code, step), noise, low, high)
+        code = tl.clamp(code * step, low, high)
+    # What a zero point was added to and taken from has no -0.
+    return code * scale if SYMMETRIC else tl.fma(code, scale, 0.0)
 
 
 @triton.jit
-def _load(X_ptr, cols, n_cols):
-    """Columns of a tile as float32, zeros past the last."""
-    return tl.load(X_ptr + cols, mask=cols < n_cols, other=0.0).to(float32)
+def _whole(x, top, length_bits):
+    """Magnitudes as the integers of `quantizer.exact_sum`; `top` is the bits of a row's largest."""
+    first, second = _factors(top, length_bits)
+    return (tl.abs(x) * first * second).to(int64)
 
 
+@triton.jit
+def _factors(top, length_bits):
+    power = 188 - (top >> 23) - length_bits
+    half = power >> 1
+    return _power_of_two(half), _power_of_two(power - half)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return _bits((exponent + 127) << 23, float32)
+
+
+@triton.jit
+def _mean(total, count, top, length_bits):
+    """`quantizer._mean` of magnitudes whose integers add up to a total."""
+    first, second = _factors(top, length_bits)
+    total = total.to(float64) / first.to(float64) / second.to(float64)
+    mean = (total / count.to(float64)).to(float32)
+    return tl.where(top < _EXPONENT, mean, _bits(top, float32))
+
+
+@triton.jit
+def _threshold(mean):
+    """Of ternary magnitudes."""
+    return tl.where(mean < _TINY, float("inf"), mean * 0.7)
+
+
+@triton.jit
+def _signed(size, x):
+    """A magnitude with the sign of another number."""
+    return _bits(_bits(size, int32) | (_bits(x, int32) & ~_MAGNITUDE), float32)
+
+
+# `tl.max`, `tl.sum` and `tl.cdiv` would not follow TRITON_INTERPRET where it is set after the import.
 @triton.jit
 def _largest(tile):
-    # `tl.max` itself would not follow TRITON_INTERPRET where it is set after the import.
     return tl.reduce(tile, 1, tl.standard._elementwise_max, keep_dims=True)
+
+
+@triton.jit
+def _sum(tile):
+    return tl.reduce(tile, 1, tl.standard._sum_combine, keep_dims=True)
 
 
 @triton.jit
@@ -199,15 +398,14 @@ def _round(y):
     if not INTERPRETED:
         return libdevice.rint(y)
     # The interpreter has no functions of devices; this is for |y| <= 2^22.
-    rounded = _bits((y + 12582912.0) - 12582912.0, int32) & _MAGNITUDE
-    return _bits(rounded | (_bits(y, int32) & ~_MAGNITUDE), float32)
+    return _signed(tl.abs((y + 12582912.0) - 12582912.0), y)
 
 
 @triton.jit
 def _as_stored(scale, DTYPE: constexpr):
-    """Round scales other than zero to their dtype, as `quantizer._as_stored`; NaN and infinities stay."""
+    """Round scales to their dtype, as `quantizer._as_stored`; zeros, NaN and infinities stay."""
     size = tl.abs(scale)
-    is_finite = size <= 3.4028234663852886e38
+    is_rounded = (size > 0) & (size <= 3.4028234663852886e38)
     if DTYPE == "bfloat16":
         # Half to even by hand: Triton's interpreter cuts off.
         bits = _bits(tl.minimum(size, 3.3895313892515355e38), int32)
@@ -223,4 +421,4 @@ def _as_stored(scale, DTYPE: constexpr):
         # From 1.75 of a power of two on, the sum has the next exponent.
         raised = (_bits(size, int32) + (1 << 21)) & _EXPONENT
         size = tl.minimum(_bits(raised, float32), 2.0**124)
-    return tl.where(is_finite, tl.where(scale < 0, -size, size), scale)
+    return tl.where(is_rounded, tl.where(scale < 0, -size, size), scale)

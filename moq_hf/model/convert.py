@@ -1,8 +1,9 @@
 """Make the layers of a model quantized ones, and plain ones again."""
 
+import contextlib
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -11,9 +12,10 @@ from transformers import PreTrainedModel
 
 from ..config import MoQConfig
 from ..errors import MoQError, check_choice
+from ..forward_pass import PassWeights, makes_state
 from ..grid import FP4
 from ..inputs import inputs_out_of_reach, new_inputs
-from ..layer_state import LayerState, makes_state
+from ..layer_state import LayerState
 from ..lora import merge_adapters
 from ..names import (
     adapted_layers,
@@ -33,7 +35,13 @@ from ..quant_experts import make_quantized, quantized_in
 from ..quant_linear import QuantEmbedding, QuantLayer, quant_class
 from ..quantizer import RoundingSeed
 from ..schedule import FLOAT_BITS
-from ..seams.transformers import has_adapter, saves_checkpoint, unpack
+from ..seams.transformers import (
+    has_adapter,
+    mixed_precision,
+    remove_forward_hooks,
+    saves_checkpoint,
+    unpack,
+)
 from ..text import dtype_name
 from ..weight_matrix import parameter_of
 from .inventory import Inventory, grid_of, is_packed
@@ -91,6 +99,7 @@ def dequantize_model(
         layer.release()
     merge_adapters(model, False, adopts=weights == "quantized")
     _tell_of_saves(model, False)
+    _watch_passes(model, None)
     return given
 
 
@@ -132,10 +141,21 @@ def prepare_model(
         if name not in kept:
             layer.release()
     experts: dict[nn.Module, dict[str, LayerState]] = {}
+    passes = PassWeights()
     for index, (name, module, parameter, kind) in enumerate(weights):
         grid = grid_of(module, config.of(name), parameter, inventory.table_bits)
         seed = RoundingSeed(config.seed, index)
-        state = LayerState(grid, config, kind, seed=seed, name=name)
+        weight = cast(Tensor, module._parameters[parameter])
+        dtype = mixed_precision() or weight.dtype
+        state = LayerState(
+            grid,
+            config,
+            kind,
+            seed=seed,
+            name=name,
+            passes=passes,
+            read_dtype=dtype,
+        )
         if name in inventory.experts:
             experts.setdefault(module, {})[parameter] = state
             continue
@@ -158,6 +178,7 @@ def prepare_model(
     for layer in quantized.values():
         layer.invalidate()
     _tell_of_saves(inventory.model, bool(quantized))
+    _watch_passes(inventory.model, passes if quantized else None)
     layers = {name: quantized[name] for name in inventory.scheduled}
     return layers, {name: quantized[name] for name in inventory.embeddings}
 
@@ -168,6 +189,106 @@ def _quantized_layer(module: nn.Module, state: LayerState) -> QuantLayer:
     layer.moq = state
     module.__class__ = quant_class(type(module))
     return layer
+
+
+class WatchedPasses:
+    """Tells `PassWeights` when a forward pass of a module begins and when it ends, by the module's hooks.
+
+    Args:
+        module: The outermost one of a prepared model, or a model of transformers in it,
+            which may be called alone.
+        passes: Shared by the model's layers.
+    """
+
+    def __init__(self, module: nn.Module, passes: PassWeights) -> None:
+        self.module = module
+        self.passes = passes
+        self.blocks: list[list[QuantLayer]] | None = _blocks(module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A part of a model is copied without the layers around it.
+        return {**vars(self), "blocks": None}
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """As a forward pre-hook."""
+        if module is not self.module:
+            # A replica of DataParallel has weights of its own.
+            return
+        if self.blocks is None and not torch.compiler.is_compiling():
+            self.blocks = _blocks(module)
+        self.passes.begin(module, self.blocks or [])
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """As a forward hook."""
+        self.passes.end(module, has_failed=output is None)
+
+
+def _blocks(module: nn.Module) -> list[list[QuantLayer]]:
+    layers = quant_layers(module)
+    names = Inventory.of(module).blocks(layers).values()
+    return [[layers[name] for name in block] for block in names]
+
+
+def _watch_passes(model: nn.Module, passes: PassWeights | None) -> None:
+    """Have a model tell when its passes begin and end, instead of what it told before; None: not any more."""
+    for module in model.modules():
+        remove_forward_hooks(module, WatchedPasses)
+        if isinstance(vars(module).get("generate"), HeldGenerate):
+            del vars(module)["generate"]
+        if passes is None:
+            continue
+        if module is model or isinstance(module, PreTrainedModel):
+            watched = WatchedPasses(module, passes)
+            module.register_forward_pre_hook(watched.begin, prepend=True)
+            module.register_forward_hook(watched.end, always_call=True)
+        if isinstance(module, PreTrainedModel) and module.can_generate():
+            vars(module).setdefault("generate", HeldGenerate(module, passes))
+
+
+class HeldGenerate:
+    """The `generate` of a model with quantized layers: quantizes each weight once for all tokens.
+
+    It lies on the instance, as `FloatSaves` does.
+    """
+
+    def __init__(self, model: nn.Module, passes: PassWeights) -> None:
+        self.model = model
+        self.passes = passes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the `generate` of the model's class."""
+        with self.passes.hold():
+            return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def hold_quantized(model: nn.Module) -> Iterator[None]:
+    """Keep quantized weights from one pass without gradients to the next, in a loop that changes no weight.
+
+    Otherwise each pass quantizes its weights anew, since not every change of a weight
+    can be seen: neither a fused optimizer nor a collective operation leaves a trace. A
+    Trainer's evaluation and `generate` keep them by themselves.
+
+    Args:
+        model: A model with quantized layers.
+
+    Raises:
+        MoQError: It has none.
+
+    >>> from moq_hf import hold_quantized, quantize_model
+    >>> model = quantize_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), bits=4)
+    >>> with torch.no_grad(), hold_quantized(model):
+    ...     answers = [model(torch.ones(1, 8)) for _ in range(3)]
+    """
+    layers = quantized_layers(unwrapped(model)).values()
+    if not layers:
+        raise MoQError(
+            "hold_quantized: no layer of the model is quantized, so there is nothing to hold"
+        )
+    with contextlib.ExitStack() as stack:
+        for passes in {layer.moq.passes for layer in layers}:
+            stack.enter_context(passes.hold())
+        yield
 
 
 class FloatSaves:
@@ -261,14 +382,23 @@ def check_scales(layers: Mapping[str, QuantLayer]) -> None:
     Raises:
         MoQError: Names the parameters.
     """
-    found: dict[tuple[torch.device, float], list[tuple[QuantLayer, Tensor]]] = {}
-    for layer in layers.values():
-        state = layer.moq
+    by_state = {layer.moq: layer for layer in layers.values()}
+    scales: list[tuple[LayerState, Tensor]] = []
+    for passes in {state.passes for state in by_state}:
+        # Those of a launch are in one buffer.
+        for buffer, places in passes.scales_of_launches():
+            if not (buffer.abs() <= min(map(_limit, places))).all():
+                scales += [(state, buffer[place]) for state, place in places.items()]
+    for state in by_state:
+        if state.scale is not None and not state.scale.is_meta:
+            scales.append((state, state.scale))
         # Each is checked once, and is not kept for the next step.
-        scale, state.scale = state.scale, None
-        if scale is not None and not scale.is_meta and state.bits != FLOAT_BITS:
-            limit = torch.finfo(state.dtype).max / state.precision.reach
-            found.setdefault((scale.device, limit), []).append((layer, scale))
+        state.scale = None
+    found: dict[tuple[torch.device, float], list[tuple[QuantLayer, Tensor]]] = {}
+    for state, scale in scales:
+        if state in by_state and state.bits != FLOAT_BITS:
+            key = scale.device, _limit(state)
+            found.setdefault(key, []).append((by_state[state], scale))
     for (_, limit), own in found.items():
         # A GPU launches a few kernels for all of them, and not some for each.
         if (torch.cat([scale.flatten() for _, scale in own]).abs() <= limit).all():
@@ -276,6 +406,11 @@ def check_scales(layers: Mapping[str, QuantLayer]) -> None:
         _refuse([layer for layer, scale in own if not scale.isfinite().all()])
         near = [layer for layer, scale in own if scale.abs().amax() > limit]
         _check_results([(layer, layer.moq.dtype) for layer in near])
+
+
+def _limit(state: LayerState) -> float:
+    """The largest scale with which no code is Inf."""
+    return torch.finfo(state.dtype).max / state.precision.reach
 
 
 def _refuse(wrong: list[QuantLayer]) -> None:

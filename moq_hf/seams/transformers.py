@@ -18,12 +18,16 @@ import dataclasses
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, NamedTuple, cast
 
 import torch
 import transformers
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import modelcard, trainer_callback, trainer_utils
 
@@ -298,6 +302,20 @@ def is_trl(trainer: transformers.Trainer) -> bool:
     return any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
 
 
+def in_evaluation_loop() -> bool:
+    """Whether this thread is in the loop in which a Trainer evaluates or predicts.
+
+    Relies on: `Trainer.evaluation_loop`, whose frame is on the stack meanwhile.
+    Breaks: Each batch of an evaluation quantizes the weights anew.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "evaluation_loop":
+            return True
+        frame = frame.f_back
+    return False
+
+
 # What accelerate makes of optimizer and model.
 
 
@@ -325,6 +343,30 @@ def undo_mixed_precision(model: nn.Module) -> None:
     """
     if "_original_forward" in vars(model):
         vars(model)["forward"] = vars(model)["_original_forward"]
+
+
+def mixed_precision() -> torch.dtype | None:
+    """The dtype of the autocast that Accelerate puts inside a model's forward pass; None without one.
+
+    Relies on: `AcceleratorState`, and `_shared_state`, which is empty before an
+    `Accelerator` was made.
+    Breaks: The first pass of a run makes its quantized weights one by one, and a compiled
+    model is compiled twice.
+    """
+    if not AcceleratorState._shared_state:
+        return None
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return names.get(AcceleratorState().mixed_precision)
+
+
+def uses_deepspeed() -> bool:
+    """Whether Accelerate trains with DeepSpeed, whose hooks of a parameter fail where it has no gradient.
+
+    Relies on: `PartialState._shared_state`, and its `distributed_type`.
+    Breaks: With ZeRO-1 or 2, a run ends with an error at the first layer that a pass leaves out.
+    """
+    distributed_type = PartialState._shared_state.get("distributed_type")
+    return bool(distributed_type == DistributedType.DEEPSPEED)
 
 
 # Models of transformers.
@@ -874,6 +916,41 @@ def is_transformed() -> bool:
         not torch.compiler.is_compiling()
         and torch._C._are_functorch_transforms_active()
     )
+
+
+def has_hooks(weight: Tensor) -> bool:
+    """Whether a hook of Python's waits for the gradient of a weight.
+
+    Relies on: `_backward_hooks` and `_post_accumulate_grad_hooks` of a tensor, which are
+    None until there is one.
+    Breaks: A hook is called with None for a layer that a pass leaves out.
+    """
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
+def pre_hooks(module: nn.Module) -> list[Any]:
+    """The forward pre-hooks of a module, and those of all modules.
+
+    Relies on: `_forward_pre_hooks` and `torch.nn.modules.module._global_forward_pre_hooks`.
+    Breaks: What a hook writes to a quantized weight is lost without a word.
+    """
+    everywhere = torch.nn.modules.module._global_forward_pre_hooks
+    return [*everywhere.values(), *module._forward_pre_hooks.values()]
+
+
+def remove_forward_hooks(module: nn.Module, owner: type[Any]) -> None:
+    """Remove the forward hooks and pre-hooks of a module that are methods of instances of a class.
+
+    A handle removes them only from the module that it was made for, and not from its copies.
+
+    Relies on: `_forward_pre_hooks` and `_forward_hooks`, and that numbers of hooks that are
+    gone do no harm in the other dictionaries.
+    Breaks: A model that is quantized anew tells two of its passes.
+    """
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number, hook in tuple(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), owner):
+                del hooks[number]
 
 
 def is_exporting() -> bool:

@@ -12,8 +12,8 @@ from torch import nn
 
 from ..config import MoQConfig
 from ..errors import MoQError, explained
+from ..forward_pass import makes_state
 from ..inputs import load_ranges, ranges_of, update_ranges
-from ..layer_state import makes_state
 from ..model.convert import check_finite, check_scales, prepare_model
 from ..model.inventory import Inventory
 from ..model.selection import split_blocks, take_inventory
@@ -235,6 +235,10 @@ class MoQController:
             self.sensitivity.update(self.schedule)
         self.sensitivity.samples.clear()
         return self.sensitivity.values if self.config.eigenvalue.enabled else None
+
+    def evaluates(self, does: bool) -> None:
+        """Say whether the Trainer is in an evaluation, in which nothing changes a weight."""
+        next(iter(self.layers.values())).moq.passes.evaluates(does)
 
     def skip(self) -> None:
         """Stay where the schedule is, after a step that the gradient scaler skipped.

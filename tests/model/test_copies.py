@@ -1,5 +1,6 @@
-"""How long a quantized weight lives: in training a pass, in evaluation until something changes that it was made of."""
+"""How long a quantized weight lives: a pass, or while somebody holds it and nothing changes that it was made of."""
 
+import contextlib
 import copy
 import itertools
 import sys
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from moq_hf import dequantize_model, quantize_model
+from moq_hf import MoQError, dequantize_model, hold_quantized, quantize_model
 from moq_hf import quantizer as q
 from moq_hf.grid import Grid, PerChannel
 from moq_hf.inputs import InputObserver
@@ -132,58 +133,77 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+def is_fresh_in_a_pass(model: Any) -> bool:
+    seen: list[Tensor] = []
+    hook = model[0].register_forward_hook(lambda layer, args, output: seen.append(output))
+    x = torch.randn(3, 16)
+    model(x)
+    hook.remove()
+    return torch.equal(seen[0], nn.functional.linear(x, expected(model[0]), model[0].bias))
+
+
 @pytest.mark.parametrize("change", SEEN)
 @pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("training", [True, False])
-def test_what_changes_the_weight_is_seen_at_once(
-    change: Callable[[Any], None], gradients: bool, training: bool
-) -> None:
+@pytest.mark.parametrize("holds", [True, False])
+def test_what_changes_the_weight_is_seen_at_once(change: Callable[[Any], None], gradients: bool, holds: bool) -> None:
+    if holds and change is stepped_fused:
+        # The one change that neither version nor address tells of, which nobody makes who holds weights.
+        return
     # Whether an id or an address is used again is a matter of luck.
     for _ in range(20 if change in MADE_ANEW else 1):
-        model = net().train(training)
-        with torch.set_grad_enabled(gradients):
-            assert is_fresh(model)
-            before = model[0].quantized_weight().detach().clone()
-        if change is stepped_fused:
-            # The one change that neither version nor address tells of has a pass with gradients before it.
-            model(torch.randn(3, 16)).sum().backward()
-        change(model[0])
-        assert not torch.equal(expected(model[0]), before)
-        with torch.set_grad_enabled(gradients):
-            assert is_fresh(model)
+        model = net().train()
+        with hold_quantized(model) if holds else contextlib.nullcontext():
+            with torch.set_grad_enabled(gradients):
+                assert is_fresh(model) and is_fresh_in_a_pass(model)
+                before = model[0].quantized_weight().detach().clone()
+            change(model[0])
+            assert not torch.equal(expected(model[0]), before)
+            with torch.set_grad_enabled(gradients):
+                assert is_fresh(model) and is_fresh_in_a_pass(model)
 
 
-def test_evaluation_makes_one_copy_and_training_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = net().train(), torch.randn(3, 16)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_each_pass_makes_its_weights_unless_they_are_held(
+    mode: Any, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = net().train(training), torch.randn(3, 16)
     calls = counted(monkeypatch)
-    for _ in range(3):
-        model(x)
-        assert not model[0].moq.copies
-    assert len(calls) == 3
-    with torch.no_grad():
-        # Generation in the middle of training.
-        model(x)
-        assert len(calls) == 4
+    with mode():
         for _ in range(3):
-            model.eval()
-            for _ in range(3):
+            model(x)
+    # The head stays in float.
+    assert len(calls) == 3
+    with mode(), hold_quantized(model):
+        for _ in range(3):
+            model(x)
+            with torch.inference_mode():
                 model(x)
-    # Each call of eval() begins anew.
-    assert len(calls) == 7
-    with torch.inference_mode():
-        model(x)
-    assert len(calls) == 7 and model[0].moq.copies
-    model(x)
-    assert len(calls) == 8 and not model[0].moq.copies
+    # A pass that has gradients makes its own.
+    assert len(calls) == 3 + (4 if mode is torch.enable_grad else 1)
+    before = len(calls)
+    model(x).sum().backward()
+    assert len(calls) == before + 1
+
+
+def test_what_is_held_goes_with_train_and_eval_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = net().eval(), torch.randn(3, 16)
+    calls = counted(monkeypatch)
     with torch.no_grad():
+        with hold_quantized(model), hold_quantized(model):
+            model(x)
+            weight_of(model[0]).data.mul_(1.5)
+            model.eval()
+            assert is_fresh(model) and len(calls) == 2
+            copied = copy.deepcopy(model)
+            assert torch.equal(copied(x), model(x)) and len(calls) == 3
+        with pytest.raises(ZeroDivisionError), hold_quantized(model):
+            1 / 0  # noqa: B018
         model(x)
-    assert model[0].moq.copies
-    copied = copy.deepcopy(model)
-    assert not copied[0].moq.copies and torch.equal(copied(x), model(x))
-    with torch.no_grad():
         model(x)
-    model.train()
-    assert not model[0].moq.copies
+    assert len(calls) == 5
+    with pytest.raises(MoQError, match="no layer of the model is quantized"), hold_quantized(nn.Linear(2, 2)):
+        pass
 
 
 @pytest.mark.parametrize("change", ["bits", "ratio", "blend", "seed"])
@@ -191,7 +211,7 @@ def test_another_precision_makes_another_copy(change: str) -> None:
     model = net({**CONFIG, "quantize_algo": {"rounding": "stochastic"}}).eval()
     state = model[0].moq
     values = {"bits": 5, "ratio": None, "blend": 0.5, "seed": state.seed._replace(step=7)}
-    with torch.no_grad():
+    with torch.no_grad(), hold_quantized(model):
         before = model[0].quantized_weight()
         assert torch.equal(model[0].quantized_weight(), before)
         setattr(state, change, values[change])

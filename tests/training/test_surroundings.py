@@ -256,8 +256,8 @@ def test_layers_dropped_at_random_compile_once_for_all_bits() -> None:
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     torch._dynamo.reset()
     assert results[0] == results[1]
-    # Six widths went through them.
-    assert 0 < graphs[0] <= 2 and graphs[1] == 0
+    # Six widths went through them; one makes all weights when a pass begins.
+    assert 0 < graphs[0] <= 3 and graphs[1] == 0
 
 
 def test_a_pytorch_built_for_an_accelerator_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

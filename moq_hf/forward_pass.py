@@ -1,0 +1,460 @@
+"""How long a quantized weight lives: no longer than the forward pass that it was made in.
+
+A layer defines its quantized weight, see `LayerState`. This module decides who makes it and when it goes:
+
+- When a pass of the outermost module begins, a GPU makes all of the model's quantized weights in one launch. A CPU
+  makes each just before its product, while its caches hold it.
+- Within the pass a layer takes the weight that is there, unless it was made of another parameter, for another bit
+  width or in another dtype; then the layer computes its own. So what a pass writes into weights counts from the next
+  pass on.
+- When the pass ends, normally or by an exception, all are gone. Recomputation by checkpointing, modules that are
+  called alone, and other threads find none and compute their own.
+- Between passes weights stay only while somebody who knows that nothing changes holds them: a Trainer's evaluation,
+  `generate`, or a `with hold_quantized(model)`. Even then a weight whose version or address moved is made anew.
+"""
+
+import contextlib
+import itertools
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from threading import get_ident
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from . import triton_quant
+from .seams.transformers import (
+    has_hooks,
+    in_evaluation_loop,
+    is_exporting,
+    is_transformed,
+    uses_deepspeed,
+)
+from .straight_through import straight_through_block
+from .weight_matrix import from_rows, is_transposed
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# Every call of a module runs this code, whatever the module's class is.
+MODULE_CALL = nn.Module._call_impl.__code__
+
+
+def makes_state(function: _Function) -> _Function:
+    """Decorate what makes tensors that outlive a pass, so that they can be trained with after one in inference mode."""
+    without_graph = torch.no_grad()(function)
+    return torch.inference_mode(False)(without_graph)
+
+
+# A `LayerState`, and a `QuantLayer` with one: both are defined with the help of this
+# module.
+State = Any
+Layer = Any
+
+
+class Made(NamedTuple):
+    """A quantized weight, and what it was made of."""
+
+    weight: Tensor
+    bits: int
+    dtype: torch.dtype
+    quantized: Tensor
+    # What else it was made of, as `LayerState.sources` has it, and the values that keep
+    # addresses from others; None where only the pass counts.
+    sources: tuple[Any, ...] | None
+    alive: tuple[Any, ...] | None
+
+
+_Weights = dict[State, Made]
+
+
+class _Pass(NamedTuple):
+    module: nn.Module
+    weights: _Weights
+    # Those whose weights were made when the pass began.
+    filled: list[State]
+
+
+class _Wanted(NamedTuple):
+    """A weight that is to be made when a pass begins."""
+
+    state: State
+    weight: Tensor
+    dtype: torch.dtype
+    block: int = 0
+    # Memory that has a gradient of its own; None where the block gives it one.
+    own: Tensor | None = None
+
+    @property
+    def shares_gradient(self) -> bool:
+        """Whether the block gives it a gradient."""
+        trains = self.weight.requires_grad and torch.is_grad_enabled()
+        return trains and self.own is None
+
+    @property
+    def memory(self) -> Tensor | None:
+        """Where a kernel may write the matrix of the weight."""
+        return None if is_transposed(self.state.kind) else self.own
+
+    def result(self, values: Tensor) -> Tensor:
+        """The quantized weight, from the matrix that a kernel made."""
+        quantized = from_rows(values, self.state.kind, self.weight.shape).contiguous()
+        if self.own is None:
+            return quantized
+        if self.memory is None or quantized.data_ptr() != self.own.data_ptr():
+            # Past autograd, as a kernel does.
+            self.own.data.copy_(quantized)
+        return self.own
+
+
+class PassWeights:
+    """The quantized weights of a prepared model in the passes that are under way, each in a thread.
+
+    The states of all its layers share one. Copies and pickles of it are empty.
+
+    Attributes:
+        traced_by: The module whose pass torch.compile traces.
+    """
+
+    def __init__(self) -> None:
+        self._passes: dict[int, _Pass] = {}
+        self._holders = 0
+        self._evaluates = False
+        self._held: _Weights = {}
+        self._launches: defaultdict[torch.device, triton_quant.Launches] = defaultdict(
+            triton_quant.Launches
+        )
+        self._traced: list[State] = []
+        self.traced_by: nn.Module | None = None
+        # By the first layer of each launch.
+        self._scales: dict[State, tuple[Tensor, dict[State, slice]]] = {}
+
+    def __reduce__(self) -> tuple[type["PassWeights"], tuple[()]]:
+        return PassWeights, ()
+
+    def begin(self, module: nn.Module, blocks: Sequence[Sequence[Layer]]) -> None:
+        """Begin the pass of a module, unless it is part of one that is under way; make its weights where a kernel can.
+
+        Args:
+            module: Which is called.
+            blocks: Its quantized layers; those of a block get their gradients together.
+        """
+        if is_exporting() or is_transformed():
+            return
+        if torch.compiler.is_compiling():
+            self._trace(module, blocks)
+            return
+        thread = get_ident()
+        current = self._passes.get(thread)
+        if (
+            current is not None
+            and current.module is not module
+            # A pass may have been interrupted from the keyboard, without its hook.
+            and is_running(current.module)
+        ):
+            return
+        if self._evaluates and not in_evaluation_loop():
+            # It ended with an exception.
+            self.evaluates(False)
+        current = _Pass(module, self._held if self._is_held() else {}, [])
+        self._passes[thread] = current
+        if blocks and triton_quant.available(blocks[0][0].float_weight.device):
+            self._fill(current, blocks)
+
+    def end(self, module: nn.Module, has_failed: bool) -> None:
+        """End the pass of a module, if it began with it: its weights are gone.
+
+        Args:
+            module: Which was called.
+            has_failed: Whether it raised an exception.
+        """
+        if self.traced_by is module:
+            self._end_trace()
+        if torch.compiler.is_compiling():
+            return
+        thread = get_ident()
+        current = self._passes.get(thread)
+        if current is None or current.module is not module:
+            return
+        del self._passes[thread]
+        for state in current.filled:
+            if has_failed:
+                state.awaits_call = False
+            elif torch.is_grad_enabled():
+                state.is_always_called &= not state.awaits_call
+
+    def take(self, state: State, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The quantized weight of a layer where the pass that is under way has it, or somebody holds it; else None.
+
+        Args:
+            state: The layer's.
+            weight: Its float weight as the pass has it.
+            dtype: In which it is wanted.
+        """
+        current = self._passes.get(get_ident())
+        if current is not None:
+            weights = current.weights
+        elif self._holders and not torch.is_grad_enabled():
+            weights = self._held
+        else:
+            return None
+        made = weights.get(state)
+        if (
+            made is None
+            or made.weight is not weight
+            or made.bits != state.bits
+            or made.dtype is not dtype
+        ):
+            return None
+        quantized = made.quantized
+        needs_gradient = weight.requires_grad and torch.is_grad_enabled()
+        if (
+            quantized.device != weight.device
+            or (needs_gradient and not quantized.requires_grad)
+            or (made.sources is not None and made.sources != state.sources(weight)[0])
+        ):
+            return None
+        return quantized
+
+    def keep(
+        self, state: State, weight: Tensor, dtype: torch.dtype, quantized: Tensor
+    ) -> None:
+        """Keep the quantized weight that a layer computed by itself, until the pass ends that is under way."""
+        current = self._passes.get(get_ident())
+        weights = self._held if current is None else current.weights
+        is_held = weights is self._held
+        if is_held and (not self._is_held() or quantized.requires_grad):
+            return
+        sources = alive = None
+        # What adapters add to a parameter may change within a pass.
+        if is_held or state.lora:
+            sources, alive = state.sources(weight)
+        weights[state] = Made(weight, state.bits, dtype, quantized, sources, alive)
+
+    def drop(self, state: State) -> None:
+        """Forget the quantized weight of a layer: what it was made of has changed."""
+        self._held.pop(state, None)
+        for current in tuple(self._passes.values()):
+            current.weights.pop(state, None)
+        self._end_trace()
+
+    def scales_of_launches(self) -> list[tuple[Tensor, dict[State, slice]]]:
+        """The scales of the weights that were last made together, float32, and where each layer's are; once.
+
+        They are not finite where a weight held NaN or Inf.
+        """
+        scales, self._scales = self._scales, {}
+        return list(scales.values())
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Let the weights of passes without gradients outlive them."""
+        self._holders += 1
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            self._forget()
+
+    def evaluates(self, does: bool) -> None:
+        """As `hold`, while the evaluation loop of a Trainer runs, until it is said to have ended."""
+        self._evaluates = does
+        self._forget()
+
+    def _is_held(self) -> bool:
+        holds = self._holders > 0 or self._evaluates
+        return holds and not torch.is_grad_enabled()
+
+    def _forget(self) -> None:
+        if not (self._holders or self._evaluates):
+            # Not cleared: a pass that is under way may have it.
+            self._held = {}
+
+    def _fill(self, current: _Pass, blocks: Sequence[Sequence[Layer]]) -> None:
+        """Make the weights of a pass that a kernel can make, in as few launches as there are forms of them."""
+        wanted = [
+            each
+            for index, block in enumerate(blocks)
+            for each in self._wanted_of(block, index)
+        ]
+        if not wanted:
+            return
+        shared: dict[int, list[tuple[_Wanted, Tensor]]] = {}
+        for each, quantized in zip(wanted, self._launched(wanted), strict=True):
+            if quantized is None:
+                continue
+            each.state.awaits_call = True
+            current.filled.append(each.state)
+            if each.shares_gradient:
+                shared.setdefault(each.block, []).append((each, quantized))
+            else:
+                self.keep(each.state, each.weight, each.dtype, quantized)
+        for block_made in shared.values():
+            weights = [each.weight for each, _ in block_made]
+            results = straight_through_block(weights, [made for _, made in block_made])
+            for (each, _), result in zip(block_made, results, strict=True):
+                self.keep(each.state, each.weight, each.dtype, result)
+
+    def _wanted_of(self, block: Sequence[Layer], index: int) -> Iterator[_Wanted]:
+        """Find what is to be made ahead of the layers of a block."""
+        for layer in block:
+            state = layer.moq
+            weight = layer.parameter("weight")
+            # What the last pass made for nothing, this one does not make.
+            if (
+                weight is None
+                or state.awaits_call
+                or not state.may_be_made_ahead(weight)
+            ):
+                continue
+            dtype = state.next_dtype(weight)
+            if self.take(state, weight, dtype) is not None:
+                # Somebody holds it.
+                continue
+            own = None
+            if weight.requires_grad and torch.is_grad_enabled():
+                is_strict = has_hooks(weight) or uses_deepspeed()
+                if is_strict or not state.is_always_called:
+                    own = _copy(weight, dtype)
+            yield _Wanted(state, weight, dtype, index, own)
+
+    @makes_state
+    def _launched(self, wanted: "Sequence[_Wanted]") -> list[Tensor | None]:
+        """Make weights, each in memory of its own and without a graph; None for those that are no kernel's."""
+        places: dict[torch.device, list[int]] = {}
+        for index, each in enumerate(wanted):
+            if each.state.may_be_made_ahead(each.weight):
+                places.setdefault(each.weight.device, []).append(index)
+        found: list[Tensor | None] = [None] * len(wanted)
+        for device, indices in places.items():
+            those = [wanted[index] for index in indices]
+            filled = self._launches[device](
+                [each.state.job(each.weight, each.dtype) for each in those],
+                [each.memory for each in those],
+            )
+            if filled is None:
+                continue
+            scales: dict[State, slice] = {}
+            for index, each, values, place in zip(
+                indices, those, filled.values, filled.places, strict=True
+            ):
+                if values is not None and place is not None:
+                    found[index] = each.result(values)
+                    scales[each.state] = place
+            if scales:
+                self._scales[next(iter(scales))] = filled.scales, scales
+        return found
+
+    def made(
+        self,
+        states: Sequence[State],
+        weights: Sequence[Tensor],
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """What a compiled graph multiplies with, each in memory of its own; see `quantized_in_graph`."""
+        for state in states:
+            state.used = True
+            state.read_dtype = dtype
+        wanted = [
+            _Wanted(state, weight, dtype)
+            for state, weight in zip(states, weights, strict=True)
+        ]
+        return [
+            each.state.copied_or_quantized(each.weight, dtype)
+            if quantized is None
+            else quantized
+            for each, quantized in zip(wanted, self._launched(wanted), strict=True)
+        ]
+
+    def _trace(self, module: nn.Module, blocks: Sequence[Sequence[Layer]]) -> None:
+        """Have torch.compile put one operator at the head of its graph that makes all weights of the pass."""
+        if self.traced_by is not None and self.traced_by is not module:
+            return
+        self._end_trace()
+        self.traced_by = module
+        by_dtype: dict[torch.dtype, list[tuple[State, Tensor]]] = {}
+        for block in blocks:
+            for layer in block:
+                state = layer.moq
+                weight = layer.parameter("weight")
+                if weight is not None and state.may_be_traced_ahead(weight):
+                    dtype = state.next_dtype(weight)
+                    by_dtype.setdefault(dtype, []).append((state, weight.detach()))
+        for dtype, those in by_dtype.items():
+            numbers = torch.tensor([state.number for state, _ in those], device="cpu")
+            weights = [weight for _, weight in those]
+            made = quantized_in_graph(weights, numbers, dtype)
+            for (state, _), quantized in zip(those, made, strict=True):
+                state.ahead = quantized
+                self._traced.append(state)
+
+    def _end_trace(self) -> None:
+        for state in self._traced:
+            state.ahead = None
+        self._traced = []
+        self.traced_by = None
+
+
+def is_running(module: nn.Module) -> bool:
+    """Whether this thread is inside a call of the module.
+
+    Read off the stack: a flag would not survive an interrupt from the keyboard.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is MODULE_CALL and frame.f_locals[code.co_varnames[0]] is module:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for a quantized weight, whose gradient is the weight's by a cast of PyTorch's own.
+
+    A kernel may write to it before anybody has read it.
+    """
+    return weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+_numbers = itertools.count()
+_of_number: "weakref.WeakValueDictionary[int, State]" = weakref.WeakValueDictionary()
+
+
+def numbered(state: State) -> int:
+    """Give a layer's state the number by which compiled graphs know it."""
+    number = next(_numbers)
+    _of_number[number] = state
+    return number
+
+
+# What a graph captured for good would be wrong after a drop: inductor is to leave it
+# out of those of mode "reduce-overhead".
+@torch.library.custom_op(
+    "moq_hf::quantized", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def quantized_in_graph(
+    weights: list[Tensor], numbers: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
+    """What a compiled graph calls to quantize weights: it holds for all bits, and the numbers are those of eager code.
+
+    Args:
+        weights: Whole float weights, or rows of a table, of one model, without a graph.
+        numbers: Those of the layers, int64: a tensor, on which graphs do not depend, so
+            that layers of one class share them.
+        dtype: Of the results.
+    """
+    states = [_of_number[number] for number in numbers.tolist()]
+    passes: PassWeights = states[0].passes
+    return passes.made(states, weights, dtype)
+
+
+@quantized_in_graph.register_fake
+def _(weights: list[Tensor], numbers: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    return [
+        torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        for weight in weights
+    ]

@@ -1,0 +1,99 @@
+"""The straight-through estimator: quantized weights and inputs whose gradient is that of the float ones.
+
+Bengio et al., 2013, arXiv 1308.3432.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .seams.transformers import is_exporting, is_transformed
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The quantized weight, with the float weight's gradient.
+
+    Differentiable twice, and by torch.func's grad and vjp. A forward-mode rule would
+    keep Dynamo from tracing it.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, quantized: Tensor) -> Tensor:
+        return quantized.view_as(quantized)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor, None]:
+        return grad[0].to(ctx.dtype), None
+
+
+# What Function.apply does where no transform of torch.func is active, without binding
+# arguments to a signature, which takes as long as all the rest.
+_apply = super(torch.autograd.Function, _StraightThrough).apply
+
+
+def straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
+    """The quantized weight, whose gradient is that of the float weight."""
+    if is_exporting() and torch.is_grad_enabled():
+        # torch.export drops a Function's backward, so the estimator is arithmetic here.
+        return quantized + (weight - weight.detach()).to(quantized.dtype)
+    plain = not torch.compiler.is_compiling() and not is_transformed()
+    apply = _apply if plain else _StraightThrough.apply
+    return cast(Tensor, apply(weight, quantized))  # type: ignore[no-untyped-call]
+
+
+class _ManyStraightThrough(torch.autograd.Function):
+    """As `_StraightThrough`, for the weights of a block: one call forward, one cast of all gradients backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, quantized: Sequence[Tensor], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        # A weight that nothing multiplies with keeps `grad is None`.
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = [weight.dtype for weight in weights]
+        return tuple(quantized)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # It is differentiated again.
+            cast_grads = [
+                None if grad is None else grad.to(dtype)
+                for grad, dtype in zip(grads, ctx.dtypes, strict=True)
+            ]
+            return None, *cast_grads
+        found = list(grads)
+        sources: list[Tensor] = []
+        results: list[Tensor] = []
+        for index, (grad, dtype) in enumerate(zip(grads, ctx.dtypes, strict=True)):
+            if grad is not None and grad.dtype != dtype:
+                # Memory of its own, since an optimizer may write into each gradient.
+                found[index] = torch.empty_like(grad, dtype=dtype)
+                sources.append(grad)
+                results.append(found[index])  # type: ignore[arg-type]
+        if sources:
+            torch._foreach_copy_(results, sources)
+        return None, *found
+
+
+def straight_through_block(
+    weights: Sequence[Tensor], quantized: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The quantized weights of a block, whose gradients are those of the float weights.
+
+    Gradients arrive together, when all of the block have been computed; see `straight_through`.
+
+    Args:
+        weights: Float weights, each of which wants a gradient.
+        quantized: Tensors that nobody else holds, without a graph: they get theirs here.
+    """
+    apply = _ManyStraightThrough.apply
+    return cast(tuple[Tensor, ...], apply(list(quantized), *weights))  # type: ignore[no-untyped-call]
