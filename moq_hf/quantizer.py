@@ -458,15 +458,14 @@ def _few_scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     magnitude = x.to(torch.float32).abs()
     largest = magnitude.amax(1, keepdim=True)
     mean = _mean(magnitude, largest, x.shape[1])
-    is_zero = mean < _TINY
     # A group that is too small to matter has nothing above its threshold.
-    threshold = torch.where(is_zero, torch.inf, mean * 0.7)
+    threshold = torch.threshold(mean, _BELOW_TINY, torch.inf).mul_(0.7)
     if bits == 1:
-        return torch.where(is_zero, 0.0, mean), threshold
+        return torch.threshold(mean, _BELOW_TINY, 0.0), threshold
     # A comparison is quicker where it writes floats.
     above = torch.gt(magnitude, threshold, out=torch.empty_like(magnitude))
     scale = _mean(magnitude.mul_(above), largest, above.sum(1, keepdim=True))
-    return torch.where(is_zero, 1.0, scale), threshold
+    return torch.where(mean < _TINY, 1.0, scale), threshold
 
 
 def exact_sum(terms: Tensor, largest: Tensor) -> Tensor:
@@ -482,21 +481,16 @@ def exact_sum(terms: Tensor, largest: Tensor) -> Tensor:
             or Inf where that is.
 
     Returns:
-        float64 `[groups, 1]`; `largest` where that is NaN or Inf.
+        float64 `[groups, 1]`; not finite where `largest` is not.
     """
-    exponent = largest.view(torch.int32) >> 23
-    power = 188 - exponent - terms.shape[1].bit_length()
-    # 2^k may be beyond float32: it is multiplied with in two steps.
-    half = power >> 1
-    first, second = _power_of_two(half), _power_of_two(power - half)
-    whole = (terms * first).mul_(second).to(torch.int64)
-    total = whole.sum(1, keepdim=True).to(torch.float64) / first / second
-    return torch.where(largest.isfinite(), total, largest)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """As float32, for int32 exponents of -126 to 127."""
-    return ((exponent + 127) << 23).view(torch.float32)
+    # The power of two at or below the largest number; of a subnormal one the least normal.
+    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
+    power.clamp_(min=_TINY)
+    shift = 2.0 ** (61 - terms.shape[1].bit_length())
+    whole = (terms / power).mul_(shift).to(torch.int64)
+    # It is positive but for NaN and Inf, whose power is infinite.
+    total = whole.sum(1, keepdim=True).to(torch.float64).abs_()
+    return total.mul_(power).div_(shift)
 
 
 def _codes(
