@@ -425,10 +425,17 @@ def _groups(weight: Tensor, shape: tuple[int, int]) -> Tensor:
     return x.to(torch.float32) if x.dtype == torch.float64 else x
 
 
-def _blocks(x: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Yield the groups, with their part of the others, that are taken at once: on a CPU what fits its caches."""
+def _blocks(
+    x: Tensor, *others: Tensor | None, copies: int = 1
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the groups, with their part of the others, that are taken at once: on a CPU what fits its caches.
+
+    `copies` is how many times their memory in float32 is needed meanwhile.
+    """
     groups = x.shape[0]
-    size = max(1, _BLOCK // x.shape[1]) if x.device.type == "cpu" else groups
+    size = groups
+    if x.device.type == "cpu":
+        size = max(1, _BLOCK // (copies * x.shape[1]))
     if size >= groups:
         yield x, *others
         return
@@ -448,7 +455,7 @@ def _scales(
     if precision.is_uniform:
         ratio = None if ratio is None else ratio.reshape(-1, 1)
         return _uniform_scale(*_range(x, precision), precision, ratio)
-    parts = [_few_scales(part, precision.bits) for (part,) in _blocks(x)]
+    parts = [_few_scales(part, precision.bits) for (part,) in _blocks(x, copies=3)]
     scales, thresholds = zip(*parts, strict=True)
     return _as_stored(torch.cat(scales), precision), torch.cat(thresholds)
 
