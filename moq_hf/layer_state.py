@@ -22,7 +22,7 @@ from .forward_pass import (
 )
 from .grid import Grid, Precision
 from .inputs import InputObserver
-from .processes import is_sharded
+from .processes import is_apart, is_sharded
 from .quantizer import RoundingSeed
 from .schedule import FLOAT_BITS
 from .seams.transformers import is_exporting, is_transformed, pre_hooks
@@ -325,7 +325,8 @@ class LayerState:
 
     def may_be_traced_ahead(self, weight: Tensor) -> bool:
         """Whether a compiled graph may make the quantized weight at its head, whatever the bits are."""
-        return not (self.lora or self.handed_over or weight.is_meta)
+        is_elsewhere = self.handed_over or weight.is_meta or is_apart(weight)
+        return not (self.lora or is_elsewhere)
 
     def job(self, weight: Tensor, dtype: torch.dtype) -> triton_quant.Job:
         """What a kernel is to make of a whole float weight; `shaped` gives the result its shape back."""

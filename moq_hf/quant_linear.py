@@ -37,6 +37,8 @@ from .seams.transformers import (
     is_exporting,
     is_scaled_table,
     is_transformed,
+    only_scales,
+    scaled_rows,
 )
 from .straight_through import straight_through
 from .weight_matrix import Kind, matrix_shape, to_rows
@@ -433,6 +435,10 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
         )
 
 
+def _scaled(table: QuantEmbedding, input: Tensor) -> Tensor:
+    return scaled_rows(table, QuantEmbedding.forward(table, input))
+
+
 class QuantConv(QuantLayer):
     """What quantized convolutions share."""
 
@@ -483,8 +489,10 @@ def quant_class(base: type[nn.Module]) -> type[QuantLayer]:
         quantized = next(
             made for plain, made in CLASSES.items() if issubclass(base, plain)
         )
-        # Its own forward pass reads the quantized table.
-        own = {"forward": base.forward} if is_scaled_table(base) else {}
+        own: dict[str, Any] = {}
+        if is_scaled_table(base):
+            # Its own forward pass reads the whole quantized table.
+            own["forward"] = _scaled if only_scales(base) else base.forward
         CLASSES[base] = type(f"Quant{base.__name__}", (quantized, base), own)
     return CLASSES[base]
 

@@ -565,6 +565,26 @@ def is_scaled_table(cls: type[nn.Module]) -> bool:
     )
 
 
+def only_scales(cls: type[nn.Module]) -> bool:
+    """Whether the forward pass of a scaled table only looks up rows and multiplies them: T5Gemma 2's does more.
+
+    Relies on: The names that the forward pass mentions.
+    Breaks: Each pass would quantize the whole table, and not the rows that it looks up.
+    """
+    mentioned = {*cls.forward.__code__.co_names, *cls.forward.__code__.co_freevars}
+    return mentioned <= {"super", "__class__", "forward", "embed_scale", "to", "weight", "dtype"}  # fmt: skip
+
+
+def scaled_rows(table: nn.Module, rows: Tensor) -> Tensor:
+    """The rows of a scaled table as its own forward pass gives them.
+
+    Relies on: `embed_scale`, a number or a tensor.
+    Breaks: Such a model computes with rows of the wrong size.
+    """
+    scale: Any = table.embed_scale
+    return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
+
+
 def tied_parameters(model: nn.Module) -> dict[str, str]:
     """The parameters that `from_pretrained` ties to others where a file lacks them: name to the name of the other.
 
