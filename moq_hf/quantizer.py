@@ -23,8 +23,9 @@ and weights beyond 21 are clipped. Since both scales are powers of two but for t
 bfloat16.
 
 r is the clipping ratio of the group, 1 unless given; NVFP4's may be above 1, where its largest weight is not 6. Stochastic rounding replaces round(y) by floor(y + u), u uniform in
-[0, 1). Sums (ternary, binary, squared errors) are in float64, in PyTorch's order, and then rounded to float32. A group
-whose scale would be below the smallest normal float32 in magnitude (all zeros, or too small to matter) becomes zeros.
+[0, 1). Sums (ternary, binary) are in float64, in PyTorch's order, and then rounded to float32; those of squared errors
+are exact, see `least_squares_ratio`. A group whose scale would be below the smallest normal float32 in magnitude (all
+zeros, or too small to matter) becomes zeros.
 
 A full range puts its extra code where the largest weight is: m > 0 makes a negative scale. Of +m and -m in one group
 +m counts. It is ggml's rule for Q4_0; there the first of the two counts, and a half rounds to the larger code.
@@ -63,8 +64,10 @@ _RATIOS_OF: dict[Format, tuple[float, ...]] = {
 }
 _TINY = torch.finfo(torch.float32).tiny
 # Weights that a CPU takes at once where one pass over all of them would leave its
-# caches: 384 KB of float32.
+# caches: 384 KB of float32. A search takes more, since each of its many small
+# operations on scales costs as much for a few of them.
 _BLOCK = 98_304
+_SEARCH_BLOCK = 262_144
 _DEFAULT = Grid()
 
 
@@ -273,8 +276,11 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
 
     Those of MXFP4 are 1.0 and 0.5, those of NVFP4 1.8, 1.7, ... 1.0, 0.95, ... 0.60.
 
-    Errors are those of nearest rounding, squared in float32 and added in float64; ties
-    go to the larger ratio.
+    Errors are those of nearest rounding, and their sum is the same in every order: weights
+    and scales of n weights are multiplied by 2^(h - e), where 2^e is at or below the
+    largest magnitude of the group and h is half of 51 less the bit length of n, rounded
+    down, so that no sum of squares reaches 2^53. Of each error's square, in float32, the
+    whole part counts. Ties go to the larger ratio.
 
     Args:
         weight: Floating-point `[rows, columns]`, any dtype and device.
@@ -296,7 +302,7 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
             f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search"
         )
     x = _groups(weight, shape)
-    best = [_best_ratio(x[rows].to(torch.float32), bits, grid) for rows in _blocks(x)]
+    best = [_best_ratio(x[rows], bits, grid) for rows in _blocks(x, _SEARCH_BLOCK)]
     return torch.cat(best).view(shape)
 
 
@@ -405,9 +411,9 @@ def _groups(weight: Tensor, shape: tuple[int, int]) -> Tensor:
     return x.to(torch.float32) if x.dtype == torch.float64 else x
 
 
-def _blocks(x: Tensor) -> Iterator[slice]:
+def _blocks(x: Tensor, most: int = _BLOCK) -> Iterator[slice]:
     """Yield the groups that are taken at once: on a CPU what fits its caches, elsewhere all."""
-    size = max(1, _BLOCK // x.shape[1]) if x.device.type == "cpu" else len(x)
+    size = max(1, most // x.shape[1]) if x.device.type == "cpu" else len(x)
     for first in range(0, len(x), size):
         yield slice(first, first + size)
 
@@ -552,19 +558,46 @@ def _as_stored(scale: Tensor, bits: int, grid: Grid) -> Tensor:
     return torch.where((scale == 0) | scale.isinf(), scale, stored)
 
 
+def ratios_of(format: Format) -> tuple[float, ...]:
+    """The clipping ratios that a search tries, from the largest on."""
+    return _RATIOS_OF[format]
+
+
+def error_exponent(length: int) -> int:
+    """The h of `least_squares_ratio` for groups of so many weights."""
+    return (51 - length.bit_length()) // 2
+
+
+def _error_unit(largest: Tensor, length: int) -> Tensor:
+    """The power of two that weights and scales of a group are multiplied with: 2^(h - e), as far as float32 goes.
+
+    Args:
+        largest: The largest magnitude of each group, float32.
+        length: Weights of a group.
+    """
+    h = error_exponent(length)
+    exponent = (largest.view(torch.int32) & 0x7F800000).clamp_(min=h << 23)
+    # In this order no number is beyond int32.
+    return ((127 + h << 23) - (exponent - (127 << 23))).view(torch.float32)
+
+
 def _best_ratio(x: Tensor, bits: int, grid: Grid) -> Tensor:
-    """Search the ratios `[groups, 1]` of float32 groups `[groups, elements]`; see `least_squares_ratio`."""
-    buffer = torch.empty_like(x)
+    """Search the ratios `[groups, 1]` of groups `[groups, elements]`; see `least_squares_ratio`."""
     low, high = _range(x, bits, grid)
+    unit = _error_unit(torch.maximum(-low, high), x.shape[1])
+    x = x * unit
+    buffer = torch.empty_like(x)
+    squares = torch.empty_like(x, dtype=torch.float64)
     best = torch.ones_like(high)
     best_error = torch.full_like(high, torch.inf, dtype=torch.float64)
-    for value in _RATIOS_OF[grid.format_at(bits)]:
+    for value in ratios_of(grid.format_at(bits)):
         # The ratio is a tensor, because on some devices PyTorch multiplies with a
         # number in another precision.
         ratio = torch.full_like(high, value)
         scale, zero = _uniform_scale(low, high, bits, grid, ratio)
-        squares = _on_grid(x, bits, grid, scale, zero, None, buffer).sub_(x).square_()
-        error = squares.sum(1, keepdim=True, dtype=torch.float64)
+        _on_grid(x, bits, grid, scale.mul_(unit), zero, None, buffer)
+        squares.copy_(buffer.sub_(x).square_().floor_())
+        error = squares.sum(1, keepdim=True)
         best = torch.where(error < best_error, value, best)
         best_error = torch.fmin(best_error, error)
     return best
