@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from . import quantizer
+from . import quantizer, triton_search
 from .errors import MoQError
 from .inputs import InputObserver, inputs_out_of_reach
 from .layer_state import LayerState, makes_state, straight_through
@@ -192,7 +192,8 @@ class QuantLayer(QuantModule):
             and state.grid.searches(state.bits)
         ):
             matrix = to_rows(self.whole_weight(), self.kind)
-            state.ratio = quantizer.least_squares_ratio(matrix, state.bits, state.grid)
+            search = quantizer if state.config.kernel is False else triton_search
+            state.ratio = search.least_squares_ratio(matrix, state.bits, state.grid)
         state.renew()
 
     def invalidate(self) -> None:

@@ -1,0 +1,63 @@
+"""How a kernel of Triton is used: tried out at first, and given up for plain PyTorch where it does not work."""
+
+import importlib
+from collections.abc import Callable, Hashable
+from types import ModuleType
+from typing import TypeVar
+
+import torch
+
+from . import triton_quant
+
+_Result = TypeVar("_Result")
+
+
+def kernels(name: str) -> ModuleType:
+    """A module of `kernels`, for a GPU or for Triton's interpreter, whichever is wanted now; it needs Triton."""
+    from triton import knobs
+
+    # Which of the two a kernel is for is settled when it is read; all of them take
+    # functions of the first.
+    for each in ("triton", name):
+        module = importlib.import_module(f"{__package__}.kernels.{each}")
+        if module.INTERPRETED.value != knobs.runtime.interpret:
+            importlib.reload(module)
+    return module
+
+
+def attempt(
+    variant: tuple[Hashable, ...],
+    is_right: Callable[[], bool],
+    launch: Callable[[], _Result],
+) -> _Result | None:
+    """Launch a kernel.
+
+    Args:
+        variant: What one compiled kernel is for; a device first.
+        is_right: Asked before its first launch: whether the kernel gives the numbers of
+            plain PyTorch.
+        launch: Launches it.
+
+    Returns:
+        What the launch gives; None where the variant does not work, which one warning
+        says.
+
+    Raises:
+        torch.OutOfMemoryError: The device has no room.
+    """
+    works = triton_quant._works
+    if not works.get(variant, True):
+        return None
+    try:
+        if variant in works or is_right():
+            works[variant] = True
+            return launch()
+        reason = "at first use, it gives other numbers than plain PyTorch"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # Triton raises what its compiler, the C compiler that it calls, or the driver
+        # raise.
+        reason = f"{type(error).__name__}: {error}"
+    triton_quant._give_up(variant, reason)
+    return None
