@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from . import quantizer, triton_search
+from . import quantizer, triton_inputs, triton_search
 from .errors import MoQError
 from .inputs import InputObserver, inputs_out_of_reach
 from .layer_state import LayerState, makes_state, straight_through
 from .processes import is_apart, shape_of, whole
 from .schedule import FLOAT_BITS
-from .seams.transformers import convolve, is_scaled_table
+from .seams.transformers import convolve, is_scaled_table, with_gradient_of
 from .weight_matrix import Kind, matrix_shape, to_rows
 
 
@@ -170,8 +170,16 @@ class QuantLayer(QuantModule):
     def quantized_input(self, input: Tensor) -> Tensor:
         """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
         inputs = self.moq.inputs
-        rounded = None if inputs is None else inputs.quantize(input, self.training)
-        return input if rounded is None else straight_through(input, rounded)
+        if inputs is None:
+            return input
+        if self.moq.config.kernel is False:
+            rounded = inputs.quantize(input, self.training)
+        else:
+            rounded = triton_inputs.quantize(inputs, input, self.training)
+        if rounded is None:
+            return input
+        found = with_gradient_of(input, rounded)
+        return straight_through(input, rounded) if found is None else found
 
     def set_bits(self, bits: int) -> None:
         """Change the precision, and search the clipping ratios that the grid wants there.
