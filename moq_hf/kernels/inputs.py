@@ -87,7 +87,7 @@ def round_all_kernel(
         tl.atomic_max(pending_ptr, biggest)
         if tl.atomic_add(pending_ptr + 1, 1) == tl.num_programs(0) - 1:
             whole = tl.atomic_xchg(pending_ptr, 0)
-            tl.store(pending_ptr + 1, 0)
+            tl.atomic_xchg(pending_ptr + 1, 0)
             newest = _bits(tl.where(whole < _INFINITY, whole, 0), float32)
             tl.store(observed_ptr, tl.maximum(tl.load(observed_ptr), newest))
 
@@ -131,7 +131,7 @@ def round_rows_kernel(
         start = row * n_cols
         end = n_cols
     else:
-        blocks = tl.cdiv(features, n_cols)
+        blocks = (features + n_cols - 1) // n_cols
         first = row % blocks * n_cols
         start = row // blocks * features + first
         end = tl.minimum(features - first, n_cols)
