@@ -4,12 +4,14 @@ It can be imported without Triton and without a GPU: where the kernels do not ru
 observer computes. A scale for a whole call takes a reduction by PyTorch before.
 """
 
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import triton_launch, triton_quant
+from .grid import InputGrid
 from .inputs import InputObserver
 from .seams.transformers import is_transformed
 
@@ -17,7 +19,8 @@ _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 # Inputs of a block, and how many programs share all blocks.
 _BLOCK = 4096
 _PROGRAMS = 1024
-# One program holds a whole row.
+# Inputs of a program that holds whole rows, or more where one row is longer.
+_TILE = 4096
 LONGEST = 32_768
 
 
@@ -103,39 +106,14 @@ def _launch(observer: InputObserver, input: Tensor, observes: bool) -> Tensor:
     y = torch.empty_like(x)
     grid = observer.grid
     features = _features(observer, x)
-    dtype, scale_dtype = x.dtype, observer.dtype
-    if grid.scale == "static":
-        dtype = torch.promote_types(dtype, scale_dtype)
-    elif grid.scale != "per_token":
-        dtype = torch.float32
-    how = {
-        "SCALE": grid.scale,
-        "BITS": grid.bits,
-        "LEAST": torch.finfo(x.dtype).eps,
-        "DTYPE": _name(dtype),
-        "enable_fp_fusion": False,
-    }
+    how = _constants(grid, x.dtype, observer.dtype, features)
     # Triton launches on the current device.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         if features:
-            n_cols = grid.block if grid.scale == "per_block" else features
-            is_even = features % n_cols == 0
-            tokens = x.numel() // features
-            rows = tokens * -(-features // n_cols)
-            columns = 1 << (n_cols - 1).bit_length()
-            block = max(1, _BLOCK // columns)
-            kernels.round_rows_kernel[(-(-rows // block),)](
-                x,
-                y,
-                rows,
-                n_cols,
-                features,
-                EVEN=is_even,
-                BLOCK_ROWS=block,
-                BLOCK_COLS=columns,
-                num_warps=min(16, max(4, block * columns // 1024)),
-                **how,
-            )
+            columns = grid.block if grid.scale == "per_block" else features
+            rows = x.numel() // features * -(-features // columns)
+            programs = -(-rows // how["BLOCK_ROWS"])
+            kernels.round_rows_kernel[(programs,)](x, y, rows, columns, features, **how)
             return y
         observed = pending = last = None
         if grid.scale == "static":
@@ -148,21 +126,44 @@ def _launch(observer: InputObserver, input: Tensor, observes: bool) -> Tensor:
                 observed, pending = observer.observed, observer.pending
         else:
             first, last = torch.aminmax(x)
-        programs = min(_PROGRAMS, -(-x.numel() // _BLOCK))
+        count = x.numel()
+        programs = min(_PROGRAMS, -(-count // _BLOCK))
         kernels.round_all_kernel[(programs,)](
-            x,
-            y,
-            first,
-            last,
-            observed,
-            pending,
-            x.numel(),
-            SCALE_DTYPE=_name(scale_dtype),
-            BLOCK=_BLOCK,
-            num_warps=8,
-            **how,
+            x, y, first, last, observed, pending, count, **how
         )
         return y
+
+
+@cache
+def _constants(
+    grid: InputGrid, dtype: torch.dtype, scale_dtype: torch.dtype, features: int
+) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    codes = dtype
+    if grid.scale == "static":
+        codes = torch.promote_types(dtype, scale_dtype)
+    elif grid.scale != "per_token":
+        codes = torch.float32
+    constants = {
+        "SCALE": grid.scale,
+        "BITS": grid.bits,
+        "LEAST": torch.finfo(dtype).eps,
+        "DTYPE": _name(codes),
+        "enable_fp_fusion": False,
+    }
+    if not features:
+        more = {"SCALE_DTYPE": _name(scale_dtype), "BLOCK": _BLOCK, "num_warps": 8}
+        return constants | more
+    row = grid.block if grid.scale == "per_block" else features
+    columns = 1 << (row - 1).bit_length()
+    rows = max(1, _TILE // columns)
+    return constants | {
+        "EVEN": features % row == 0,
+        "BLOCK_ROWS": rows,
+        "BLOCK_COLS": columns,
+        # A thread holds 32 inputs, or 64.
+        "num_warps": min(16, rows * columns // 1024),
+    }
 
 
 def _name(dtype: torch.dtype) -> str:

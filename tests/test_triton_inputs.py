@@ -1,6 +1,7 @@
 """Inputs rounded by kernels against `InputObserver`."""
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,9 +29,12 @@ SCALES: list[InputScale] = ["static", "per_tensor", "per_token", "per_block"]
 
 
 @pytest.fixture(autouse=True)
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No variant of the kernels was tried out yet, and no word of what a test comes to afterwards."""
     monkeypatch.setattr(triton_quant, "_works", {})
+    triton_inputs._constants.cache_clear()
+    yield
+    triton_inputs._constants.cache_clear()
 
 
 def observer(grid: InputGrid, dtype: torch.dtype = torch.float32) -> InputObserver:

@@ -9,7 +9,6 @@ from triton.language import constexpr, float32, int32, int64
 
 from .triton import _MAGNITUDE, INTERPRETED, _bits, _largest, _load, _round
 
-_INFINITY = constexpr(0x7F800000)
 _TINY = constexpr(2.0**-126)
 
 
@@ -88,7 +87,7 @@ def round_all_kernel(
         if tl.atomic_add(pending_ptr + 1, 1) == tl.num_programs(0) - 1:
             whole = tl.atomic_xchg(pending_ptr, 0)
             tl.atomic_xchg(pending_ptr + 1, 0)
-            newest = _bits(tl.where(whole < _INFINITY, whole, 0), float32)
+            newest = _bits(tl.where(whole < 0x7F800000, whole, 0), float32)
             tl.store(observed_ptr, tl.maximum(tl.load(observed_ptr), newest))
 
 
@@ -125,15 +124,15 @@ def round_rows_kernel(
     """
     # Rows past the last are the last one again, and store what it stores.
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    row = tl.minimum(row, n_rows - 1).to(int64)
+    row = tl.minimum(row, n_rows - 1)
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     if EVEN:
-        start = row * n_cols
+        start = row.to(int64) * n_cols
         end = n_cols
     else:
         blocks = (features + n_cols - 1) // n_cols
         first = row % blocks * n_cols
-        start = row // blocks * features + first
+        start = (row // blocks).to(int64) * features + first
         end = tl.minimum(features - first, n_cols)
     x = _load(X_ptr + start, cols, end)
     largest = _bits(_largest(_bits(x, int32) & _MAGNITUDE), float32)
