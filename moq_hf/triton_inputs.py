@@ -127,9 +127,11 @@ def _launch(observer: InputObserver, input: Tensor, observes: bool) -> Tensor:
         else:
             first, last = torch.aminmax(x)
         count = x.numel()
-        programs = min(_PROGRAMS, -(-count // _BLOCK))
+        blocks = -(-count // _BLOCK)
+        programs = min(_PROGRAMS, blocks)
+        turns = -(-blocks // programs)
         kernels.round_all_kernel[(programs,)](
-            x, y, first, last, observed, pending, count, **how
+            x, y, first, last, observed, pending, count, turns, **how
         )
         return y
 

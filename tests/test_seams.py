@@ -96,6 +96,7 @@ ELSEWHERE = {
     "packed/test_versions.py": ["refuse_older"],
     "test_callback.py": ["CALLBACKS_KEY", "ExportableState", "average_loss"],
     "test_eigen.py": ["attention_of", "undo_mixed_precision"],
+    "test_inputs.py": ["with_gradient_of"],
     "test_loaded.py": ["give_to_each_trainer"],
     "test_processes.py": ["CHECKPOINTED"],
     "test_quant_conv.py": ["convolve"],

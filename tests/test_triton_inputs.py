@@ -199,7 +199,7 @@ def test_they_compile_for_the_oldest_and_the_newest_gpus(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(inputs, name)
-    types = dict.fromkeys(("n_inputs", "n_rows", "n_cols", "features"), "i32")
+    types = dict.fromkeys(("n_inputs", "turns", "n_rows", "n_cols", "features"), "i32")
     types |= {"X_ptr": "*bf16", "Y_ptr": "*bf16", "first_ptr": "*fp32", "observed_ptr": "*fp32", "pending_ptr": "*i32"}
     constants: dict[str, Any] = {"last_ptr": None, "SCALE": "static", "BITS": 8, "LEAST": 0.0078125}
     constants |= {"SCALE_DTYPE": "float32", "DTYPE": "float32", "BLOCK": 4096, "EVEN": False}

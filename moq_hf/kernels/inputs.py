@@ -12,7 +12,7 @@ from .triton import _MAGNITUDE, INTERPRETED, _bits, _largest, _load, _round
 _TINY = constexpr(2.0**-126)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["turns"])
 def round_all_kernel(
     X_ptr,
     Y_ptr,
@@ -21,6 +21,7 @@ def round_all_kernel(
     observed_ptr,
     pending_ptr,
     n_inputs,
+    turns,
     SCALE: constexpr,
     BITS: constexpr,
     LEAST: constexpr,
@@ -40,6 +41,7 @@ def round_all_kernel(
         pending_ptr: int32 `[2]` of the launch itself, zeros before and after it: the bits
             of the largest magnitude so far, and how many programs are through.
         n_inputs: Number of inputs.
+        turns: Blocks of a program.
         SCALE: "static", "per_tensor" or "per_token".
         BITS: Bit width.
         LEAST: The scale per token where all inputs are zeros.
@@ -66,9 +68,9 @@ def round_all_kernel(
             zero = _round(tl.clamp(tl.div_rn(first * -1.0, scale), low, high))
 
     biggest = tl.full([BLOCK], 0, int32)
-    begin = tl.program_id(0).to(int64) * BLOCK
-    for start in range(begin, n_inputs, tl.num_programs(0).to(int64) * BLOCK):
-        place = start + tl.arange(0, BLOCK)
+    for turn in range(turns):
+        block = (turn * tl.num_programs(0) + tl.program_id(0)).to(int64)
+        place = block * BLOCK + tl.arange(0, BLOCK)
         x = _load(X_ptr, place, n_inputs)
         biggest = tl.maximum(biggest, _bits(x, int32) & _MAGNITUDE)
         code = _rounded(tl.div_rn(x, scale), DTYPE)
