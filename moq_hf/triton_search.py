@@ -118,9 +118,12 @@ def _launch(x: Tensor, bits: int, grid: Grid) -> Tensor:
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )
-    if sums is not None:
-        best = ratios[sums.argmin(1, keepdim=True)]
-    return best
+    return best if sums is None else _least(sums, ratios)
+
+
+def _least(sums: Tensor, ratios: Tensor) -> Tensor:
+    """The ratio of each group with the least sum `[groups, ratios]`, the first of several."""
+    return ratios[sums.argmin(1, keepdim=True)]
 
 
 @cache

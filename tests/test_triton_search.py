@@ -85,6 +85,26 @@ def test_groups_that_have_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_device
+@pytest.mark.parametrize("case", range(5))
+def test_each_sum_of_errors_is_the_definition_s(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, bits = GRIDS[2 * case], [16, 8, 3][case % 3]
+    sums: list[Tensor] = []
+    monkeypatch.setattr(triton_search, "LONGEST", 64)
+    monkeypatch.setattr(triton_search, "_THREADS", 2 if INTERPRETED else 128)
+    monkeypatch.setattr(triton_search, "_least", lambda *found: sums.append(found[0]))
+    weight = torch.randn(2, 77, device=DEVICE) * torch.randn(2, 1, device=DEVICE).exp()
+    # Halves are hard to round.
+    weight[1] = torch.arange(77, device=DEVICE) / 2
+    triton_search._launch(weight, bits, grid)
+    exponent = weight.abs().amax(1, keepdim=True).double().frexp().exponent - 1
+    unit = 2.0 ** (quantizer.error_exponent(77) - exponent)
+    for ratio, found in zip(quantizer.RATIOS, sums[0].unbind(1), strict=True):
+        values = quantizer.fake_quantize(weight, bits, grid, ratio=torch.full((2, 1), ratio, device=DEVICE))
+        error = ((values - weight) * unit).float()
+        assert torch.equal(found, error.square().floor().to(torch.int64).sum(1))
+
+
+@on_device
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_codes_that_are_floats(name: Format) -> None:
     size = 32 if name == "mxfp4" else 16
