@@ -302,8 +302,8 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
             f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search"
         )
     x = _groups(weight, shape)
-    parts = (x[rows].to(torch.float32) for rows in _blocks(x, _SEARCH_BLOCK))
-    return torch.cat([_best_ratio(part, bits, grid) for part in parts]).view(shape)
+    best = [_best_ratio(x[rows], bits, grid) for rows in _blocks(x, _SEARCH_BLOCK)]
+    return torch.cat(best).view(shape)
 
 
 def gptq(weight: Tensor, moment: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
@@ -582,7 +582,8 @@ def _error_unit(largest: Tensor, length: int) -> Tensor:
 
 
 def _best_ratio(x: Tensor, bits: int, grid: Grid) -> Tensor:
-    """Search the ratios `[groups, 1]` of float32 groups `[groups, elements]`; see `least_squares_ratio`."""
+    """Search the ratios `[groups, 1]` of groups `[groups, elements]`; see `least_squares_ratio`."""
+    x = x.to(torch.float32)
     low, high = _range(x, bits, grid)
     unit = _error_unit(torch.maximum(-low, high), x.shape[1])
     x = x * unit
