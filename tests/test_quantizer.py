@@ -167,6 +167,40 @@ def test_least_squares_ratio_is_the_best_of_its_list(w: torch.Tensor, grid: Grid
         assert ((other > best) | (value <= found)).all()
 
 
+@pytest.mark.parametrize("grouping", [PerGroup(32), PerChannel(), RowBlocks(2)], ids=str)
+@pytest.mark.parametrize("bits", [3, 4, 8, 16])
+def test_the_search_chooses_as_sums_in_float64_do(bits: int, grouping: Grouping) -> None:
+    weight = 0.02 * torch.randn(64, 512) * torch.randn(64, 1).exp()
+    shape = grouping.shape(64, 512)
+    for grid in (Grid(grouping), Grid(grouping, symmetric=False), Grid(grouping, full=True, scale_dtype="float16")):
+        errors = []
+        for value in quantizer.RATIOS:
+            values = quantizer.fake_quantize(weight, bits, grid, ratio=torch.full(shape, value))
+            squares = (values.double() - weight.double()).square()
+            errors.append(squares.view(shape[0] * shape[1], -1).sum(1))
+        expected = torch.tensor(quantizer.RATIOS)[torch.stack(errors).argmin(0)].view(shape)
+        found = quantizer.least_squares_ratio(weight, bits, grid)
+        assert torch.equal(found, expected)
+        # The order of weights makes no difference, nor does a power of two.
+        if grid.scale_dtype == "float32":
+            turned = 2.0**-100 * weight.flip(0).flip(1)
+            assert torch.equal(quantizer.least_squares_ratio(turned, bits, grid), found.flip(0).flip(1))
+
+
+def test_groups_that_cannot_be_searched_have_ratio_1() -> None:
+    weight = torch.randn(7, 32)
+    expected = quantizer.least_squares_ratio(weight, 4, Grid(PerChannel()))
+    weight[1, 3], weight[2, 3], weight[3] = torch.nan, -torch.inf, 0.0
+    expected[1:4] = 1.0
+    assert torch.equal(quantizer.least_squares_ratio(weight, 4, Grid(PerChannel())), expected)
+
+
+def test_errors_neither_overflow_nor_vanish() -> None:
+    weight = torch.tensor([[0.1, 0.2, 0.1, 1.0]])
+    for scale in (2.0**-120, 2.0**-60, 2.0**60, 2.0**127):
+        assert quantizer.least_squares_ratio(scale * weight, 3).tolist() == [[pytest.approx(0.95)]]
+
+
 FULL = Grid(full=True)
 
 

@@ -973,6 +973,30 @@ def remove_forward_hooks(module: nn.Module, owner: type[Any]) -> None:
                 del hooks[number]
 
 
+def with_gradient_of(input: Tensor, values: Tensor) -> Tensor | None:
+    """`values` as if an identity had made them of `input`: the gradient goes to it as it is, without a line of Python.
+
+    They must have its shape, dtype and device, and memory of their own. None where
+    something sees single operations, to which an identity would be all that there is.
+
+    Relies on: `aten::_unsafe_view`, whose result has a gradient and is no view for
+    autograd, so that it does not keep its input; and `Tensor.data`, which takes other
+    memory and leaves the graph.
+    Breaks: Rounded inputs would have no gradient, or keep what they were made of.
+    """
+    if (
+        type(input) is not Tensor
+        or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or is_transformed()
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return None
+    found = torch.ops.aten._unsafe_view.default(input, input.shape)
+    found.data = values
+    return cast(Tensor, found)
+
+
 def is_exporting() -> bool:
     """Whether torch.export traces. Up to PyTorch 2.12 `torch.compiler.is_exporting` says so of torch.compile, too.
 
