@@ -71,7 +71,7 @@ def round_all_kernel(
     for turn in range(turns):
         block = (turn * tl.num_programs(0) + tl.program_id(0)).to(int64)
         place = block * BLOCK + tl.arange(0, BLOCK)
-        x = _load(X_ptr, place, n_inputs)
+        x = _load(X_ptr + place, place < n_inputs)
         biggest = tl.maximum(biggest, _bits(x, int32) & _MAGNITUDE)
         code = _rounded(tl.div_rn(x, scale), DTYPE)
         # Whole numbers are added between the same limits before as after rounding.
@@ -136,7 +136,7 @@ def round_rows_kernel(
         first = row % blocks * n_cols
         start = (row // blocks).to(int64) * features + first
         end = tl.minimum(features - first, n_cols)
-    x = _load(X_ptr + start, cols, end)
+    x = _load(X_ptr + start + cols, cols < end)
     largest = _bits(_largest(_bits(x, int32) & _MAGNITUDE), float32)
     low, high = _limits(SCALE, BITS)
     if SCALE == "per_token":

@@ -85,7 +85,7 @@ def least_squares_kernel(
     chunks = ()
     for chunk in tl.static_range(CHUNKS):
         place = cols + chunk * BLOCK_COLS
-        chunks += (_load(X_ptr + rows * n_cols, place, n_cols),)
+        chunks += (_load(X_ptr + rows * n_cols + place, place < n_cols),)
 
     if ends_ptr is None:
         # The bits of numbers are in order as in `fake_quantize_kernel`.
