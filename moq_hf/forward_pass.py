@@ -35,7 +35,7 @@ from .seams.transformers import (
     uses_deepspeed,
 )
 from .straight_through import straight_through_block
-from .weight_matrix import from_rows, is_transposed
+from .weight_matrix import is_in_rows
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -84,29 +84,19 @@ class _Wanted(NamedTuple):
     state: State
     weight: Tensor
     dtype: torch.dtype
-    block: int = 0
-    # Memory that has a gradient of its own; None where the block gives it one.
+    # What gives it a gradient: memory that has one, a block by its number, or nothing.
     own: Tensor | None = None
-
-    @property
-    def shares_gradient(self) -> bool:
-        """Whether the block gives it a gradient."""
-        trains = self.weight.requires_grad and torch.is_grad_enabled()
-        return trains and self.own is None
-
-    @property
-    def memory(self) -> Tensor | None:
-        """Where a kernel may write the matrix of the weight."""
-        return None if is_transposed(self.state.kind) else self.own
+    block: int | None = None
 
     def result(self, values: Tensor) -> Tensor:
         """The quantized weight, from the matrix that a kernel made."""
-        quantized = from_rows(values, self.state.kind, self.weight.shape).contiguous()
+        if values is self.own:
+            return values
+        quantized: Tensor = self.state.shaped(values, self.weight)
         if self.own is None:
             return quantized
-        if self.memory is None or quantized.data_ptr() != self.own.data_ptr():
-            # Past autograd, as a kernel does.
-            self.own.data.copy_(quantized)
+        # Past autograd, as a kernel does.
+        self.own.data.copy_(quantized)
         return self.own
 
 
@@ -275,65 +265,63 @@ class PassWeights:
 
     def _fill(self, current: _Pass, blocks: Sequence[Sequence[Layer]]) -> None:
         """Make the weights of a pass that a kernel can make, in as few launches as there are forms of them."""
-        wanted = [
-            each
-            for index, block in enumerate(blocks)
-            for each in self._wanted_of(block, index)
-        ]
-        if not wanted:
-            return
-        shared: dict[int, list[tuple[_Wanted, Tensor]]] = {}
+        wanted = self._wanted(current, blocks)
+        by_block: dict[int, list[tuple[_Wanted, Tensor]]] = {}
         for each, quantized in zip(wanted, self._launched(wanted), strict=True):
             if quantized is None:
                 continue
             each.state.awaits_call = True
             current.filled.append(each.state)
-            if each.shares_gradient:
-                shared.setdefault(each.block, []).append((each, quantized))
-            else:
+            if each.block is None:
                 self.keep(each.state, each.weight, each.dtype, quantized)
-        for block_made in shared.values():
-            weights = [each.weight for each, _ in block_made]
-            results = straight_through_block(weights, [made for _, made in block_made])
-            for (each, _), result in zip(block_made, results, strict=True):
+            else:
+                by_block.setdefault(each.block, []).append((each, quantized))
+        for made in by_block.values():
+            weights = [each.weight for each, _ in made]
+            results = straight_through_block(weights, [result for _, result in made])
+            for (each, _), result in zip(made, results, strict=True):
                 self.keep(each.state, each.weight, each.dtype, result)
 
-    def _wanted_of(self, block: Sequence[Layer], index: int) -> Iterator[_Wanted]:
-        """Find what is to be made ahead of the layers of a block."""
-        for layer in block:
-            state = layer.moq
-            weight = layer.parameter("weight")
-            # What the last pass made for nothing, this one does not make.
-            if (
-                weight is None
-                or state.awaits_call
-                or not state.may_be_made_ahead(weight)
-            ):
-                continue
-            dtype = state.next_dtype(weight)
-            if self.take(state, weight, dtype) is not None:
-                # Somebody holds it.
-                continue
-            own = None
-            if weight.requires_grad and torch.is_grad_enabled():
-                is_strict = has_hooks(weight) or uses_deepspeed()
-                if is_strict or not state.is_always_called:
-                    own = _copy(weight, dtype)
-            yield _Wanted(state, weight, dtype, index, own)
+    def _wanted(
+        self, current: _Pass, blocks: Sequence[Sequence[Layer]]
+    ) -> list[_Wanted]:
+        """Find what is to be made ahead, and how it comes to its gradient."""
+        wanted: list[_Wanted] = []
+        with_gradients = torch.is_grad_enabled()
+        hooks_are_strict = uses_deepspeed()
+        for number, block in enumerate(blocks):
+            for layer in block:
+                state = layer.moq
+                weight = layer.parameter("weight")
+                # What the last pass made for nothing, this one does not make.
+                if state.awaits_call or not state.may_be_made_ahead(weight):
+                    continue
+                dtype = state.next_dtype(weight)
+                if current.weights and self.take(state, weight, dtype) is not None:
+                    # Somebody holds it.
+                    continue
+                own = shared = None
+                if with_gradients and weight.requires_grad:
+                    is_strict = hooks_are_strict or has_hooks(weight)
+                    if is_strict or not state.is_always_called:
+                        own = _copy(weight, dtype)
+                    else:
+                        shared = number
+                wanted.append(_Wanted(state, weight, dtype, own, shared))
+        return wanted
 
     @makes_state
-    def _launched(self, wanted: "Sequence[_Wanted]") -> list[Tensor | None]:
+    def _launched(self, wanted: Sequence[_Wanted]) -> list[Tensor | None]:
         """Make weights, each in memory of its own and without a graph; None for those that are no kernel's."""
         places: dict[torch.device, list[int]] = {}
         for index, each in enumerate(wanted):
-            if each.state.may_be_made_ahead(each.weight):
-                places.setdefault(each.weight.device, []).append(index)
+            places.setdefault(each.weight.device, []).append(index)
         found: list[Tensor | None] = [None] * len(wanted)
         for device, indices in places.items():
             those = [wanted[index] for index in indices]
             filled = self._launches[device](
                 [each.state.job(each.weight, each.dtype) for each in those],
-                [each.memory for each in those],
+                [each.own if is_in_rows(each.state.kind) else None for each in those],
             )
             if filled is None:
                 continue
@@ -358,16 +346,17 @@ class PassWeights:
         for state in states:
             state.used = True
             state.read_dtype = dtype
-        wanted = [
-            _Wanted(state, weight, dtype)
-            for state, weight in zip(states, weights, strict=True)
-        ]
-        return [
-            each.state.copied_or_quantized(each.weight, dtype)
-            if quantized is None
-            else quantized
-            for each, quantized in zip(wanted, self._launched(wanted), strict=True)
-        ]
+        pairs = list(zip(states, weights, strict=True))
+        ahead = [index for index, (s, w) in enumerate(pairs) if s.may_be_made_ahead(w)]
+        wanted = [_Wanted(*pairs[index], dtype) for index in ahead]
+        made = dict(zip(ahead, self._launched(wanted), strict=True))
+        results = []
+        for index, (state, weight) in enumerate(pairs):
+            quantized = made.get(index)
+            if quantized is None:
+                quantized = state.copied_or_quantized(weight, dtype)
+            results.append(quantized)
+        return results
 
     def _trace(self, module: nn.Module, blocks: Sequence[Sequence[Layer]]) -> None:
         """Have torch.compile put one operator at the head of its graph that makes all weights of the pass."""

@@ -17,11 +17,11 @@ x86 CPUs with accuracy level 4. The running range is a moving average of the lar
 that training saw in each optimizer step, with a share of 0.01 for the newest: the rule and the constant of PyTorch's
 MovingAverageMinMaxObserver. It changes with optimizer steps alone, so that a pass that is computed again, by activation
 checkpointing for instance, gives the same. Until the first step there is none, and the largest magnitude of the call
-counts instead. A scale is never below the smallest normal float32, so zeros stay zeros. NaN stays NaN.
+counts instead. A scale is never below the smallest normal float32, nor 0 in its dtype, so zeros stay zeros. NaN stays NaN.
 """  # noqa: E501 - a table row cannot be broken
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,8 @@ from .processes import largest_over_ranks
 from .seams.transformers import is_transformed
 
 _TINY = torch.finfo(torch.float32).tiny
+# The least positive number, where that is larger.
+_LEAST = {torch.float16: 2.0**-24}
 # The share of the newest step in the running range.
 _NEWEST = 0.01
 # The largest that a range can be.
@@ -78,7 +80,12 @@ def _in_blocks(x: Tensor, grid: InputGrid) -> Tensor:
     # Its reciprocal must be finite.
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=most * _TINY)
     codes = (blocks * (most / largest)).round_()
-    return codes.mul_(largest / most).flatten(-2)[..., :features]
+    return codes.mul_(_divided(largest, most)).flatten(-2)[..., :features]
+
+
+def _divided(x: Tensor, by: float) -> Tensor:
+    # By a tensor, because on some devices PyTorch multiplies with a number's reciprocal.
+    return x / torch.full_like(x, by)
 
 
 def token_scale(input: Tensor, bits: int) -> Tensor:
@@ -88,7 +95,7 @@ def token_scale(input: Tensor, bits: int) -> Tensor:
     """
     features = tuple(range(2, input.dim())) or tuple(range(input.dim()))
     largest = input.abs().amax(features, keepdim=True)
-    scale = largest / (((1 << bits) - 1) / 2)
+    scale = _divided(largest, ((1 << bits) - 1) / 2)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
@@ -97,13 +104,16 @@ def tensor_scale(input: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     most = (1 << bits) - 1
     low = input.min().clamp(max=0.0)
     high = input.max().clamp(min=0.0)
-    scale = ((high - low) / most).clamp(min=_TINY)
+    scale = _divided(high - low, most).clamp(min=_TINY)
     return scale, (-low / scale).round().clamp(0, most)
 
 
-def static_scale(largest: Tensor, bits: int) -> Tensor:
-    """The scale of symmetric codes that reach `largest`, in its shape."""
-    return (largest / ((1 << bits - 1) - 1)).clamp(min=_TINY)
+def static_scale(
+    largest: Tensor, bits: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The scale of symmetric codes that reach `largest`, in its shape, and never 0 in the dtype."""
+    scale = _divided(largest, (1 << bits - 1) - 1)
+    return scale.clamp(min=_LEAST.get(dtype, _TINY)).to(dtype)
 
 
 @dataclass
@@ -120,6 +130,8 @@ class InputObserver:
         active: Whether inputs are quantized, or only observed.
         called: Whether the layer has been called; a model may multiply with its weight
             without that.
+        pending: What a kernel needs to observe the range in one launch; see
+            `kernels.inputs.round_all_kernel`.
     """
 
     grid: InputGrid
@@ -128,13 +140,14 @@ class InputObserver:
     range: Tensor | None = None
     active: bool = True
     called: bool = False
+    pending: Tensor | None = field(default=None, repr=False)
 
     @property
     def scale(self) -> Tensor | None:
         """The static scale, `[1]`, in the dtype of the weight; None where there is none, or none yet."""
         if self.range is None:
             return None
-        return static_scale(self.range, self.grid.bits).to(self.dtype)[None]
+        return static_scale(self.range, self.grid.bits, self.dtype)[None]
 
     def quantize(self, input: Tensor, training: bool) -> Tensor | None:
         """Round an input to the grid, without a graph; None means that it stays as it is.

@@ -27,7 +27,14 @@ from .quantizer import RoundingSeed
 from .schedule import FLOAT_BITS
 from .seams.transformers import is_exporting, is_transformed, pre_hooks
 from .straight_through import straight_through
-from .weight_matrix import Kind, from_rows, is_experts, parameter_of, to_rows
+from .weight_matrix import (
+    Kind,
+    from_rows,
+    is_experts,
+    is_in_rows,
+    parameter_of,
+    to_rows,
+)
 
 _FORWARD = ("forward", "compute_loss", "prediction_step")
 
@@ -315,7 +322,7 @@ class LayerState:
         # Accelerate puts autocast inside of the forward pass.
         return self.read_dtype
 
-    def may_be_made_ahead(self, weight: Tensor) -> bool:
+    def may_be_made_ahead(self, weight: Tensor | None) -> bool:
         """Whether a pass may make the quantized weight when it begins."""
         return (
             self.bits != FLOAT_BITS
@@ -323,20 +330,26 @@ class LayerState:
             and self.may_be_traced_ahead(weight)
         )
 
-    def may_be_traced_ahead(self, weight: Tensor) -> bool:
+    def may_be_traced_ahead(self, weight: Tensor | None) -> bool:
         """Whether a compiled graph may make the quantized weight at its head, whatever the bits are."""
+        # Shards are tensors of another class.
+        if weight is None or type(weight) not in (nn.Parameter, Tensor):
+            return False
         return not (self.lora or self.handed_over or weight.is_meta)
 
     def job(self, weight: Tensor, dtype: torch.dtype) -> triton_quant.Job:
         """What a kernel is to make of a whole float weight; `shaped` gives the result its shape back."""
         self.dtype = dtype
-        matrix = to_rows(weight.detach(), self.kind)
+        is_matrix = weight.dim() == 2 and is_in_rows(self.kind)
+        matrix = weight if is_matrix else to_rows(weight.detach(), self.kind)
         return triton_quant.Job(
-            matrix, self.precision, self.ratio, self.seed, self.blend, dtype
+            matrix, self.grid.at(self.bits), self.ratio, self.seed, self.blend, dtype
         )
 
     def shaped(self, values: Tensor, weight: Tensor) -> Tensor:
         """The matrix that a kernel made of a weight, in the weight's shape."""
+        if is_in_rows(self.kind) and values.shape == weight.shape:
+            return values
         return from_rows(values, self.kind, weight.shape).contiguous()
 
     def copied_or_quantized(self, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from . import quantizer
+from . import quantizer, triton_inputs, triton_search
 from .errors import MoQError
 from .forward_pass import makes_state
 from .grid import RowBlocks
@@ -37,6 +37,9 @@ from .seams.transformers import (
     is_exporting,
     is_scaled_table,
     is_transformed,
+    only_scales,
+    scaled_rows,
+    with_gradient_of,
 )
 from .straight_through import straight_through
 from .weight_matrix import Kind, matrix_shape, to_rows
@@ -177,8 +180,16 @@ class QuantLayer(QuantModule):
     def quantized_input(self, input: Tensor) -> Tensor:
         """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
         inputs = self.moq.inputs
-        rounded = None if inputs is None else inputs.quantize(input, self.training)
-        return input if rounded is None else straight_through(input, rounded)
+        if inputs is None:
+            return input
+        if self.moq.config.kernel is False:
+            rounded = inputs.quantize(input, self.training)
+        else:
+            rounded = triton_inputs.quantize(inputs, input, self.training)
+        if rounded is None:
+            return input
+        found = with_gradient_of(input, rounded)
+        return straight_through(input, rounded) if found is None else found
 
     def forward(self, input: Tensor) -> Tensor:
         """What the layer computes of `input`, as its class without quantization does, with the quantized weight."""
@@ -209,7 +220,8 @@ class QuantLayer(QuantModule):
             and state.precision.searches
         ):
             matrix = to_rows(self.whole_weight(), self.kind)
-            state.ratio = quantizer.least_squares_ratio(matrix, state.bits, state.grid)
+            search = quantizer if state.config.kernel is False else triton_search
+            state.ratio = search.least_squares_ratio(matrix, state.bits, state.grid)
         state.passes.drop(state)
 
     def invalidate(self) -> None:
@@ -433,6 +445,10 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
         )
 
 
+def _scaled(table: QuantEmbedding, input: Tensor) -> Tensor:
+    return scaled_rows(table, QuantEmbedding.forward(table, input))
+
+
 class QuantConv(QuantLayer):
     """What quantized convolutions share."""
 
@@ -483,8 +499,10 @@ def quant_class(base: type[nn.Module]) -> type[QuantLayer]:
         quantized = next(
             made for plain, made in CLASSES.items() if issubclass(base, plain)
         )
-        # Its own forward pass reads the quantized table.
-        own = {"forward": base.forward} if is_scaled_table(base) else {}
+        own: dict[str, Any] = {}
+        if is_scaled_table(base):
+            # Its own forward pass reads the whole quantized table.
+            own["forward"] = _scaled if only_scales(base) else base.forward
         CLASSES[base] = type(f"Quant{base.__name__}", (quantized, base), own)
     return CLASSES[base]
 

@@ -23,9 +23,9 @@ and weights beyond 21 are clipped. Since both scales are powers of two but for t
 bfloat16.
 
 r is the clipping ratio of the group, 1 unless given; NVFP4's may be above 1, where its largest weight is not 6. Stochastic rounding replaces round(y) by floor(y + u), u uniform in
-[0, 1). Sums of magnitudes (ternary, binary) are exact, see `exact_sum`, and their means are rounded to float32; those of
-squared errors are in float64, in PyTorch's order. A group whose scale would be below the smallest normal float32 in
-magnitude (all zeros, or too small to matter) becomes zeros.
+[0, 1). Sums are exact, so that their order makes no difference: those of magnitudes (ternary, binary), see `exact_sum`,
+whose means are rounded to float32, and those of squared errors, see `least_squares_ratio`. A group whose scale would be
+below the smallest normal float32 in magnitude (all zeros, or too small to matter) becomes zeros.
 
 A full range puts its extra code where the largest weight is: m > 0 makes a negative scale. Of +m and -m in one group
 +m counts. It is ggml's rule for Q4_0; there the first of the two counts, and a half rounds to the larger code.
@@ -287,8 +287,11 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
 
     Those of MXFP4 are 1.0 and 0.5, those of NVFP4 1.8, 1.7, ... 1.0, 0.95, ... 0.60.
 
-    Errors are those of nearest rounding, squared in float32 and added in float64; ties
-    go to the larger ratio.
+    Errors are those of nearest rounding, and their sum is the same in every order: weights
+    and scales of n weights are multiplied by 2^(h - e), where 2^e is at or below the
+    largest magnitude of the group and h is half of 51 less the bit length of n, rounded
+    down, so that no sum of squares reaches 2^53. Of each error's square, in float32, the
+    whole part counts. Ties go to the larger ratio.
 
     Args:
         weight: Floating-point `[rows, columns]`, any dtype and device.
@@ -311,7 +314,7 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
             f"{bits} bits symmetric sets its own scale: there is no clipping ratio to search"
         )
     x = _groups(weight, shape)
-    best = [_best_ratio(part.to(torch.float32), precision) for (part,) in _blocks(x)]
+    best = [_best_ratio(part, precision) for (part,) in _blocks(x)]
     return torch.cat(best).view(shape)
 
 
@@ -617,19 +620,47 @@ def _as_stored(scale: Tensor, precision: Precision) -> Tensor:
     return torch.where((scale == 0) | scale.isinf(), scale, stored)
 
 
+def ratios_of(format: Format) -> tuple[float, ...]:
+    """The clipping ratios that a search tries, from the largest on."""
+    return _RATIOS_OF[format]
+
+
+def error_exponent(length: int) -> int:
+    """The h of `least_squares_ratio` for groups of so many weights."""
+    return (51 - length.bit_length()) // 2
+
+
+def _error_unit(largest: Tensor, length: int) -> Tensor:
+    """The power of two that weights and scales of a group are multiplied with: 2^(h - e), as far as float32 goes.
+
+    Args:
+        largest: The largest magnitude of each group, float32.
+        length: Weights of a group.
+    """
+    h = error_exponent(length)
+    exponent = (largest.view(torch.int32) & 0x7F800000).clamp_(min=h << 23)
+    # In this order no number is beyond int32.
+    return ((127 + h << 23) - (exponent - (127 << 23))).view(torch.float32)
+
+
 def _best_ratio(x: Tensor, precision: Precision) -> Tensor:
-    """Search the ratios `[groups, 1]` of float32 groups `[groups, elements]`; see `least_squares_ratio`."""
-    buffer = torch.empty_like(x)
+    """Search the ratios `[groups, 1]` of groups `[groups, elements]`; see `least_squares_ratio`."""
+    x = x.to(torch.float32)
     low, high = _range(x, precision)
+    unit = _error_unit(torch.maximum(low.abs(), high.abs()), x.shape[1])
+    x = x * unit
+    buffer = torch.empty_like(x)
+    squares = torch.empty_like(x, dtype=torch.float64)
     best = torch.ones_like(high)
     best_error = torch.full_like(high, torch.inf, dtype=torch.float64)
-    for value in _RATIOS_OF[precision.format]:
+    for value in ratios_of(precision.format):
         # The ratio is a tensor, because on some devices PyTorch multiplies with a
         # number in another precision.
         ratio = torch.full_like(high, value)
         scale, zero = _uniform_scale(low, high, precision, ratio)
-        squares = _on_grid(x, precision, scale, zero, None, buffer).sub_(x).square_()
-        error = squares.sum(1, keepdim=True, dtype=torch.float64)
+        _on_grid(x, precision, scale.mul_(unit), zero, None, buffer)
+        squares.copy_(buffer.sub_(x).square_().floor_())
+        error = squares.sum(1, keepdim=True)
         best = torch.where(error < best_error, value, best)
         best_error = torch.fmin(best_error, error)
     return best

@@ -36,7 +36,7 @@ class _StraightThrough(torch.autograd.Function):
 
 # What Function.apply does where no transform of torch.func is active, without binding
 # arguments to a signature, which takes as long as all the rest.
-_apply = super(torch.autograd.Function, _StraightThrough).apply
+_apply: Any = super(torch.autograd.Function, _StraightThrough).apply
 
 
 def straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
         return quantized + (weight - weight.detach()).to(quantized.dtype)
     plain = not torch.compiler.is_compiling() and not is_transformed()
     apply = _apply if plain else _StraightThrough.apply
-    return cast(Tensor, apply(weight, quantized))  # type: ignore[no-untyped-call]
+    return cast(Tensor, apply(weight, quantized))
 
 
 class _ManyStraightThrough(torch.autograd.Function):
@@ -84,6 +84,9 @@ class _ManyStraightThrough(torch.autograd.Function):
         return None, *found
 
 
+_apply_many: Any = super(torch.autograd.Function, _ManyStraightThrough).apply
+
+
 def straight_through_block(
     weights: Sequence[Tensor], quantized: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
@@ -95,5 +98,4 @@ def straight_through_block(
         weights: Float weights, each of which wants a gradient.
         quantized: Tensors that nobody else holds, without a graph: they get theirs here.
     """
-    apply = _ManyStraightThrough.apply
-    return cast(tuple[Tensor, ...], apply(list(quantized), *weights))  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, ...], _apply_many(list(quantized), *weights))

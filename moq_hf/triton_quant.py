@@ -178,8 +178,8 @@ class Launches:
     """
 
     def __init__(self) -> None:
-        self._key: list[Any] = []
-        self._plan: _Plan | None = None
+        # For which jobs, and how they are launched: set at once, since threads may share it.
+        self._planned: tuple[list[Any], _Plan] | None = None
         # What captured CUDA graphs read at each replay.
         self._captured: list[Tensor] = []
 
@@ -203,11 +203,10 @@ class Launches:
             for weight, precision, _, _, blend, dtype in jobs
         ]
         key.append(jobs[0].weight.device)
-        plan = self._plan
-        if plan is None or key != self._key:
-            plan = self._plan = _planned(jobs)
-            self._key = key
-        return self._fill(jobs, memory or [None] * len(jobs), plan)
+        planned = self._planned
+        if planned is None or key != planned[0]:
+            planned = self._planned = key, _plan(jobs)
+        return self._fill(jobs, memory or [None] * len(jobs), planned[1])
 
     def _fill(
         self, jobs: Sequence[Job], memory: Sequence[Tensor | None], plan: _Plan
@@ -217,7 +216,6 @@ class Launches:
         scales = torch.empty(plan.scales, dtype=torch.float32, device=device)
         if not plan.rows:
             return Filled(values, scales, plan.places)
-        places = plan.places
         # Copies live until the kernels that read them are launched.
         weights = []
         rows = []
@@ -236,7 +234,7 @@ class Launches:
             rows.append(_row(_Memory(weight, out, job.ratio), first))
         table = self._table(jobs, plan, rows)
         marks = _marks(plan.marked, device)
-        places = list(plan.places)
+        places: list[Any] = list(plan.places)
         for launch in plan.launches:
             form, items = launch.form, launch.items
             try:
@@ -246,7 +244,7 @@ class Launches:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                self._plan = None
+                self._planned = None
                 for number in launch.jobs:
                     _give_up(_variant(jobs[number], form, True), error)
                     # Nobody is to take what is there for a scale that is not finite.
@@ -480,7 +478,7 @@ def _is_tried(job: Job, form: _Form, many: bool) -> bool:
     return _works[variant]
 
 
-def _planned(jobs: Sequence[Job]) -> _Plan:
+def _plan(jobs: Sequence[Job]) -> _Plan:
     forms = [_form(job) for job in jobs]
     usable: list[tuple[int, Job, _Form]] = []
     for number, (job, form) in enumerate(zip(jobs, forms, strict=True)):

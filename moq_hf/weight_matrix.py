@@ -66,13 +66,13 @@ def is_experts(kind: str) -> bool:
     return kind.startswith("experts")
 
 
-def is_transposed(kind: str) -> bool:
-    """Whether the rows of the matrix are no rows in the memory of the weight.
+def is_in_rows(kind: str) -> bool:
+    """Whether the matrix of a weight lies in memory as the weight does.
 
-    >>> is_transposed("conv1d"), is_transposed("experts")
-    (True, False)
+    >>> is_in_rows("conv1d"), is_in_rows("experts")
+    (False, True)
     """
-    return kind in ("conv1d", "experts_t")
+    return kind not in ("conv1d", "experts_t")
 
 
 def parameter_of(name: str, kind: str) -> str:

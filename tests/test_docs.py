@@ -70,6 +70,7 @@ RUN_BY = {
     "make bench": "test_make_bench",
     "make gpu": "test_make_gpu",
     "make gpu GPU=--small": "test_make_gpu",
+    "make ptx PTX=<folder>": "test_make_ptx",
     "python scripts/config_reference.py": "test_the_schema_and_the_table_of_keys_are_up_to_date",
     "python -m mkdocs serve": "test_the_site",
     "python benchmarks/results_page.py": "test_the_tables_are_those_of_the_committed_results in test_evidence.py",
@@ -234,6 +235,19 @@ def test_make_gpu(tmp_path: Path) -> None:
     script = "import os, sys; print(sys.argv[1:], os.environ['PYTHONPATH'])"
     told = made("gpu", {"gpu": script}, f"PYTHON={sys.executable}", "GPU=--small", folder=tmp_path)
     assert "['--small']" in told and str(tmp_path) in told
+
+
+def test_make_ptx(tmp_path: Path) -> None:
+    for given in ((), (f"PTX={tmp_path}",)):
+        done = make("ptx", *given, cwd=ROOT)
+        assert done.returncode != 0
+        assert done.stdout == (
+            "make ptx needs an interpreter of PTX, in a folder with its emu_plugin.py: make ptx PTX=<folder>\n"
+        )
+    plugin = "def pytest_cmdline_main(config):\n    print('asked for', *config.args)\n    return 0\n"
+    (tmp_path / "emu_plugin.py").write_text(plugin)
+    done = make("ptx", f"PTX={tmp_path}", cwd=ROOT)
+    assert done.returncode == 0 and done.stdout == "asked for tests/test_triton_quant.py\n", done.stderr
 
 
 def test_the_extras() -> None:

@@ -1,7 +1,9 @@
 """Inputs on a grid: the numbers, against NumPy and ONNX; the running range; what a checkpoint keeps of it."""
 
 import copy
+import itertools
 import pickle
+import weakref
 from typing import Any, get_args
 
 import numpy as np
@@ -17,6 +19,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from torch import nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from moq_hf import MoQConfig, MoQError, quantize_model
@@ -250,3 +254,86 @@ def test_gradients_of_torch_func_go_through_a_training_model() -> None:
     found = torch.func.grad(loss)(parameters, x[0])
     model.train()(x[:1]).square().sum().backward()
     assert torch.equal(found["0.weight"], model.get_parameter("0.weight").grad)  # type: ignore[arg-type]
+
+
+def linear(scale: InputScale) -> Any:
+    torch.manual_seed(0)
+    return quantize_model(nn.Sequential(nn.Linear(8, 4)), config_of(scale=scale))[0].train()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_gradient_goes_straight_through(scale: InputScale, dtype: torch.dtype) -> None:
+    layer = linear(scale).to(dtype)
+    # Neither contiguous nor a leaf.
+    leaf = torch.randn(8, 3, dtype=dtype, requires_grad=True)
+    x = (2 * leaf).t()
+    rounded = layer.moq.inputs.quantize(x, training=False)
+    y = layer.quantized_input(x)
+    assert torch.equal(y, rounded) and y.dtype == dtype and not y._is_view()
+    weights = torch.randn(3, 8, dtype=dtype)
+    (first,) = torch.autograd.grad((y * y * weights).sum(), leaf, create_graph=True)
+    torch.testing.assert_close(first, (4 * rounded * weights).t())
+    (second,) = torch.autograd.grad(first.sum(), leaf)
+    torch.testing.assert_close(second, (8 * weights).t())
+
+
+def test_what_was_rounded_is_not_kept() -> None:
+    layer = linear("per_token")
+    x = 2 * torch.randn(3, 8, requires_grad=True)
+    kept = weakref.ref(x)
+    y = layer.quantized_input(x)
+    loss = y.square().sum()
+    # What is written there afterwards is nothing to the gradient.
+    x.add_(1.0)
+    del x
+    assert kept() is None
+    loss.backward()
+
+
+def test_without_gradients_it_is_rounded_all_the_same() -> None:
+    layer, x = linear("per_token"), torch.randn(3, 8, requires_grad=True)
+    expected = layer.quantized_input(x).detach()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found = layer.quantized_input(x)
+            assert torch.equal(found, expected) and not found.requires_grad
+            assert torch.equal(layer.quantized_input(x.clone()), expected)
+            assert layer(torch.zeros(0, 8)).shape == (0, 4)
+
+
+# PyTorch's own, when it first goes forward.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_forward_mode_goes_straight_through() -> None:
+    layer, x, tangent = linear("per_token"), torch.randn(3, 8), torch.randn(3, 8)
+    with forward_ad.dual_level():
+        y = layer.quantized_input(forward_ad.make_dual(x, tangent))
+        values, found = forward_ad.unpack_dual(y)
+        assert torch.equal(found, tangent) and torch.equal(values, layer.moq.inputs.quantize(x, False))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_computed_again_has_the_same_gradient(reentrant: bool) -> None:
+    layer, x = linear("per_token"), torch.randn(3, 8, requires_grad=True)
+    layer(x).square().sum().backward()
+    expected, x.grad = x.grad, None
+    checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
+    assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+
+
+def test_who_traces_sees_the_rounding() -> None:
+    layer, x = linear("per_token"), torch.randn(3, 8)
+    other = torch.randn(3, 8)
+    traced = make_fx(lambda x: layer.quantized_input(x))(x)
+    assert torch.equal(traced(other), layer.quantized_input(other))
+    found = torch.func.grad(lambda x: layer.quantized_input(x).square().sum())(x)
+    assert torch.equal(found, 2 * layer.quantized_input(x))
+
+
+def test_all_zeros_stay_zeros() -> None:
+    for dtype, scale in itertools.product((torch.float32, torch.bfloat16, torch.float16), SCALES):
+        x, grid = torch.zeros(2, 4, dtype=dtype), InputGrid(8, scale)
+        assert torch.equal(fake_quantize_input(x, grid), x)
+        # The static scale of such a range is zero in float16.
+        tiny = InputObserver(grid, torch.zeros(()), dtype, torch.tensor(1e-7))
+        assert torch.equal(tiny.quantize(x, training=False), x)  # type: ignore[arg-type]

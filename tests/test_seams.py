@@ -102,6 +102,7 @@ ELSEWHERE = {
     "test_callback.py": ["CALLBACKS_KEY", "ExportableState", "average_loss"],
     "test_eigen.py": ["attention_of", "undo_mixed_precision"],
     "test_forward_pass.py": ["has_hooks", "in_evaluation_loop", "pre_hooks", "remove_forward_hooks"],
+    "test_inputs.py": ["with_gradient_of"],
     "test_loaded.py": ["give_to_each_trainer"],
     "test_processes.py": ["CHECKPOINTED"],
     "test_quant_conv.py": ["convolve"],
@@ -326,6 +327,26 @@ def test_is_scaled_table() -> None:
         table = cls(4, 2, 0, embed_scale=3.0)
         plain = nn.functional.embedding(torch.arange(4), table.weight)
         assert seams.is_scaled_table(cls) and torch.equal(table(torch.arange(4)), plain * 3.0)
+
+
+def test_only_scales() -> None:
+    from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+    from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWordEmbedding
+
+    assert all(map(seams.only_scales, (BartScaledWordEmbedding, Gemma3TextScaledWordEmbedding)))
+    assert not seams.only_scales(T5Gemma2TextScaledWordEmbedding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_rows(dtype: torch.dtype) -> None:
+    from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+    for cls in (BartScaledWordEmbedding, Gemma3TextScaledWordEmbedding):
+        table = cls(4, 2, 0, embed_scale=3.3)
+        table.weight.data = table.weight.data.to(dtype)
+        assert torch.equal(seams.scaled_rows(table, table.weight), table(torch.arange(4)))
 
 
 # Packed models.

@@ -565,6 +565,26 @@ def is_scaled_table(cls: type[nn.Module]) -> bool:
     )
 
 
+def only_scales(cls: type[nn.Module]) -> bool:
+    """Whether the forward pass of a scaled table only looks up rows and multiplies them: T5Gemma 2's does more.
+
+    Relies on: The names that the forward pass mentions.
+    Breaks: Each pass would quantize the whole table, and not the rows that it looks up.
+    """
+    mentioned = {*cls.forward.__code__.co_names, *cls.forward.__code__.co_freevars}
+    return mentioned <= {"super", "__class__", "forward", "embed_scale", "to", "weight", "dtype"}  # fmt: skip
+
+
+def scaled_rows(table: nn.Module, rows: Tensor) -> Tensor:
+    """The rows of a scaled table as its own forward pass gives them.
+
+    Relies on: `embed_scale`, a number or a tensor.
+    Breaks: Such a model computes with rows of the wrong size.
+    """
+    scale: Any = table.embed_scale
+    return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
+
+
 def tied_parameters(model: nn.Module) -> dict[str, str]:
     """The parameters that `from_pretrained` ties to others where a file lacks them: name to the name of the other.
 
@@ -951,6 +971,30 @@ def remove_forward_hooks(module: nn.Module, owner: type[Any]) -> None:
         for number, hook in tuple(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), owner):
                 del hooks[number]
+
+
+def with_gradient_of(input: Tensor, values: Tensor) -> Tensor | None:
+    """`values` as if an identity had made them of `input`: the gradient goes to it as it is, without a line of Python.
+
+    They must have its shape, dtype and device, and memory of their own. None where
+    something sees single operations, to which an identity would be all that there is.
+
+    Relies on: `aten::_unsafe_view`, whose result has a gradient and is no view for
+    autograd, so that it does not keep its input; and `Tensor.data`, which takes other
+    memory and leaves the graph.
+    Breaks: Rounded inputs would have no gradient, or keep what they were made of.
+    """
+    if (
+        type(input) is not Tensor
+        or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or is_transformed()
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return None
+    found = torch.ops.aten._unsafe_view.default(input, input.shape)
+    found.data = values
+    return cast(Tensor, found)
 
 
 def is_exporting() -> bool:

@@ -1,0 +1,133 @@
+"""`quantizer.least_squares_ratio` as one launch of a Triton kernel, with the same ratios.
+
+It can be imported without Triton and without a GPU: where the kernel does not run,
+`quantizer` computes.
+"""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from . import quantizer, triton_launch, triton_quant
+from .grid import Grid, PerChannel, Precision
+
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+_DEFAULT = Grid()
+_WARPS = 4
+# Threads of a program, the weights that each holds, and how many of them it reads at
+# once.
+_THREADS = 32 * _WARPS
+_HELD = 32
+_VECTOR = 4
+# Weights of longer groups are held by several programs.
+LONGEST = _THREADS * _HELD
+
+
+def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
+    """Compute `quantizer.least_squares_ratio`, with the same arguments and results.
+
+    Raises:
+        ValueError: Bits or groups do not fit, or the grid is ternary or binary.
+        torch.OutOfMemoryError: The device has no room.
+    """
+    if (
+        weight.dtype in _DTYPES
+        and weight.dim() == 2
+        and grid.at(bits).is_uniform
+        and triton_quant.available(weight.device)
+    ):
+        shape = quantizer.check(weight, bits, replace(grid, stochastic=False))
+        x = weight.detach().contiguous().view(shape[0] * shape[1], -1)
+        variant = (
+            x.device,
+            "search",
+            x.shape[1],
+            x.dtype,
+            grid,
+            grid.at(bits).is_full,
+            grid.at(bits).is_fp4,
+        )
+        found = triton_launch.attempt(
+            variant,
+            partial(_is_right, x, grid.at(bits)),
+            partial(_launch, x, grid.at(bits)),
+        )
+        if found is not None:
+            return found.view(shape)
+    return quantizer.least_squares_ratio(weight, bits, grid)
+
+
+def _is_right(x: Tensor, precision: Precision) -> bool:
+    """Whether the kernel chooses as `quantizer` does for groups as long as those at hand."""
+    length = x.shape[1]
+    if length > LONGEST:
+        # As many parts as make a difference, the last one as it is.
+        length = 2 * LONGEST + length % LONGEST
+    # Most of the weights are small, so that it pays to clip the others.
+    place = torch.arange(4 * length, dtype=torch.float32, device=x.device)
+    hard = place.mul_(2.4).sin_().pow_(5).view(4, length)
+    hard *= torch.tensor([[1.0], [-0.3], [7e-3], [2.0**-120]], device=x.device)
+    hard = hard.to(x.dtype)
+    grid = replace(precision.grid, grouping=PerChannel(), stochastic=False)
+    bits = precision.bits
+    expected = quantizer.least_squares_ratio(hard, bits, grid)
+    return torch.equal(_launch(hard, grid.at(bits)), expected)
+
+
+def _launch(x: Tensor, precision: Precision) -> Tensor:
+    """Search the ratios `[groups, 1]` of groups `[groups, length]`."""
+    kernel = triton_launch.kernels("search").least_squares_kernel
+    groups, length = x.shape
+    ratios = _ratios_on(x.device, quantizer.ratios_of(precision.format))
+    # As few threads as can hold a row read it.
+    columns = min(1 << (length - 1).bit_length(), LONGEST)
+    chunk = max(_VECTOR, columns // _HELD * _VECTOR)
+    rows = _THREADS * _VECTOR // chunk
+    parts = -(-length // LONGEST)
+    best = torch.empty(groups, 1, dtype=torch.float32, device=x.device)
+    sums = ends = None
+    if parts > 1:
+        # Zero is between the ends.
+        ends = torch.stack(
+            [x.amin(1).clamp_(max=0), x.amax(1).clamp_(min=0)], 1
+        ).float()
+        size = groups, len(ratios)
+        sums = torch.zeros(size, dtype=torch.int64, device=x.device)
+    # Triton launches on the current device.
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        kernel[(-(-groups // rows) * parts,)](
+            x,
+            best,
+            sums,
+            ends,
+            ratios,
+            groups,
+            length,
+            parts,
+            quantizer.error_exponent(length),
+            float(precision.low),
+            float(precision.high),
+            float(precision.top),
+            N_RATIOS=len(ratios),
+            SYMMETRIC=precision.grid.symmetric,
+            SCALE_DTYPE=precision.grid.scale_dtype,
+            FORMAT=precision.format,
+            BLOCK_ROWS=rows,
+            BLOCK_COLS=chunk,
+            CHUNKS=max(1, columns // chunk),
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )
+    return best if sums is None else _least(sums, ratios)
+
+
+def _least(sums: Tensor, ratios: Tensor) -> Tensor:
+    """The ratio of each group with the least sum `[groups, ratios]`, the first of several."""
+    return ratios[sums.argmin(1, keepdim=True)]
+
+
+@cache
+def _ratios_on(device: torch.device, ratios: tuple[float, ...]) -> Tensor:
+    return torch.tensor(ratios, dtype=torch.float32, device=device)

@@ -1,0 +1,58 @@
+"""Where tests of kernels run: on a CUDA device, or in Triton's interpreter, which needs a process of its own."""
+
+import importlib.util
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import programs
+import pytest
+import torch
+from repo import ROOT
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+on_device = pytest.mark.skipif(False, reason="it runs here") if INTERPRETED else pytest.mark.gpu
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def run_interpreted(file: str, least: int) -> None:
+    """Run the tests of a file in Triton's interpreter: at least so many."""
+    done = programs.run("-m", "pytest", "-q", *programs.NESTED, file, cwd=ROOT, timeout=600, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) >= least, done.stdout
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Where a GPU computes NaN in silence, numpy in the interpreter warns."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=INTERPRETED)
+def members_are_known() -> Iterator[None]:
+    """At each call of a function the interpreter sorts all members of Triton's modules to find what it replaces.
+
+    Half of the time would go into that. What it may replace is found once, while nothing is replaced.
+    """
+    from triton import language
+    from triton.language import core, math
+    from triton.runtime import interpreter
+
+    packages = (language, core, math, core.tensor, core.tensor_descriptor_base)
+    known = {pkg: [name for name, member in inspect.getmembers(pkg) if core.is_builtin(member)] for pkg in packages}
+
+    def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
+        for name in known[pkg]:
+            if core.is_builtin(member := getattr(pkg, name)):
+                interpreter._patch_attr(pkg, name, member, builder, scope)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+        yield
