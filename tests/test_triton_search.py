@@ -53,7 +53,7 @@ def test_in_triton_s_interpreter() -> None:
 def test_the_kernel_chooses_as_the_definition_does(case: int) -> None:
     grid = GRIDS[case // 2]
     bits = [2, 3, 4, 5, 8, 16][(case + case // 6) % 6]
-    if not grid.is_uniform(bits):
+    if not grid.at(bits).is_uniform:
         bits += 1
     # Half of the groups are shorter than what a thread holds.
     length = [33, 200][case % 2]
@@ -94,10 +94,10 @@ def test_each_sum_of_errors_is_the_definition_s(case: int, monkeypatch: pytest.M
     monkeypatch.setattr(triton_search, "_least", lambda *found: sums.append(found[0]))
     weight = torch.randn(2, 77, device=DEVICE) * torch.randn(2, 1, device=DEVICE).exp()
     # With ratio 1 these are halves, which are hard to round.
-    most = abs(grid.top(bits))
+    most = abs(grid.at(bits).top)
     weight[1] = 0.3 * (torch.randint(-most, most, (77,), device=DEVICE) + 0.5)
     weight[1, 0] = 0.3 * most
-    triton_search._launch(weight, bits, grid)
+    triton_search._launch(weight, grid.at(bits))
     exponent = weight.abs().amax(1, keepdim=True).double().frexp().exponent - 1
     unit = 2.0 ** (quantizer.error_exponent(77) - exponent)
     for ratio, found in zip(quantizer.RATIOS, sums[0].unbind(1), strict=True):
