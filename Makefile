@@ -10,7 +10,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench gpu clean
+.PHONY: help demo test check bench gpu ptx ptx-folder clean
 
 help:
 	@echo "make demo    fine-tune a small BERT with MoQ on the sample in examples/demo; needs no network after the install"
@@ -18,6 +18,7 @@ help:
 	@echo "make check   ruff, mypy"
 	@echo "make bench   the measurements that need no data"
 	@echo "make gpu     tests and measurements on one GPU in 8 minutes, with the libraries of PYTHON=...; needs no network"
+	@echo "make ptx     the tests of the kernel on its PTX, by the interpreter of PTX in the folder PTX=...; needs no GPU"
 	@echo "make clean   remove the virtual environment, caches and runs"
 
 demo: $(INSTALLED)
@@ -42,6 +43,14 @@ bench: $(INSTALLED)
 # Of the machine's own Python, which need not be able to install anything.
 gpu:
 	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/gpu.py $(GPU)
+
+# A plugin of pytest in the folder hands what Triton compiles to an interpreter of PTX.
+ptx: ptx-folder $(INSTALLED)
+	@mkdir -p runs/ptx
+	@HF_HUB_OFFLINE=1 PYTHONPATH="$(CURDIR):$(abspath $(PTX))" $(PY) -m pytest --quiet -W default -p emu_plugin -p no:cacheprovider -p no:xdist tests/test_triton_quant.py
+
+ptx-folder:
+	@test -f "$(PTX)/emu_plugin.py" || { echo "make ptx needs an interpreter of PTX, in a folder with its emu_plugin.py: make ptx PTX=<folder>"; exit 1; }
 
 clean:
 	rm -rf $(VENV) runs build dist moq_hf.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

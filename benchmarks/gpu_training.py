@@ -309,15 +309,13 @@ def memory(report: "Report") -> None:
             held_now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         layers = {} if arm.controller is None else arm.controller.layers
         weights = sum(layer.weight.numel() for layer in layers.values())
-        levels = sum(each.memory.nbytes for layer in layers.values() for each in layer.moq.levels.values())
-        found[name] = {"held": held_now - before, "peak": peak - before, "quantized": weights, "levels": levels}
+        found[name] = {"held": held_now - before, "peak": peak - before, "quantized": weights}
         del arm, layers
         gc.collect()
     plain, moq = found.values()
     report.detail("bytes", found)
     report.figure("quantized weights", moq["quantized"])
-    each = (moq["held"] - plain["held"] - moq["levels"]) / moq["quantized"]
-    report.figure("bytes of what the kernel reads the precisions from, 4 for each group", moq["levels"])
+    each = (moq["held"] - plain["held"]) / moq["quantized"]
     report.figure("held beside it above plain, bytes a quantized weight (predicted: 0)", each, at_most=0.01)
     if not report.small:
         report.figure("peak of a plain step", plain["peak"] / 1e9, "GB")

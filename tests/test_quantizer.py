@@ -1,6 +1,8 @@
 import itertools
+import math
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from types import FrameType
 from typing import Any
 
@@ -168,6 +170,46 @@ def test_least_squares_ratio_is_the_best_of_its_list(w: torch.Tensor, grid: Grid
 
 
 FULL = Grid(full=True)
+
+
+@given(
+    hnp.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 40)), elements=st.floats(0, width=32)),
+    st.randoms(use_true_random=False),
+)
+def test_sums_are_those_of_fractions_cut_off_in_any_order(array: np.ndarray, random: Any) -> None:
+    terms = torch.from_numpy(array)
+    largest = terms.amax(1, keepdim=True)
+    found = quantizer.exact_sum(terms, largest)
+    order = random.sample(range(terms.shape[1]), terms.shape[1])
+    assert numerics.same_bits(quantizer.exact_sum(terms[:, order], largest), found)
+    for row, most, total in zip(terms.tolist(), largest.flatten().tolist(), found.flatten().tolist(), strict=True):
+        if not math.isfinite(most):
+            assert not math.isfinite(total)
+            continue
+        # Each of fewer than 2^n terms loses less than 2^(n - 61) of the largest, and a float64 has 53 bits.
+        exact = sum(map(Fraction, row))
+        lost = Fraction(most) * Fraction(2) ** (2 * len(row).bit_length() - 61)
+        assert abs(exact - Fraction(total)) <= lost + exact / 2**53 + Fraction(2) ** -150
+
+
+def test_sums_hold_as_many_numbers_as_a_weight_has() -> None:
+    # The largest sum that there can be: all terms as large as the largest, just below a power of two.
+    largest = torch.tensor([[torch.finfo(torch.float32).max]])
+    for count in (1, 2**20 - 1, 2**20):
+        terms = largest.expand(1, count)
+        assert float(quantizer.exact_sum(terms, largest)) == float(largest) * count
+
+
+def test_ternary_and_binary_scales_are_those_of_sums_in_float64() -> None:
+    torch.manual_seed(0)
+    for length in (32, 768, 5000):
+        x = torch.randn(200, length) * 0.02
+        size = x.abs()
+        mean = size.mean(1, keepdim=True, dtype=torch.float64).float()
+        above = size > mean * 0.7
+        mean_above = ((size * above).sum(1, keepdim=True, dtype=torch.float64) / above.sum(1, keepdim=True)).float()
+        for bits, expected in ((1, mean), (2, mean_above)):
+            assert torch.equal(quantizer.fake_quantize_with_scale(x, bits, Grid(PerChannel()))[1], expected)
 
 
 def test_a_full_range_has_its_extra_code_at_the_largest_weight() -> None:
