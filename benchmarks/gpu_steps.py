@@ -4,6 +4,7 @@ Arms take turns, a step of each, under bfloat16 autocast with fused AdamW, and a
 """
 
 import gc
+import importlib.metadata
 import statistics
 import warnings
 from collections.abc import Callable, Mapping
@@ -127,6 +128,7 @@ def timed(report: "Report", name: str, arms: Arms, batches: list[Batch], goals: 
 def steps(report: "Report") -> None:
     """BERT-base, as it is run by PyTorch."""
     model, batch = bert(report).to(device_of(report)), pairs(report, 32, 128)
+    report.detail("torchao", importlib.metadata.version("torchao") if installed("torchao") else None)
     others = peers(model, {EIGHT: {}, PER_TOKEN: {"inputs": True}})
     name = "BERT-base, 32 x 128"
     arms = ready(report, name, makers(model, WAYS) | others, [batch])
@@ -169,10 +171,10 @@ def compiled(report: "Report") -> None:
     arms = ready(report, name, makers(model, ways, backend) | others, batches, COMPILING)
     timed(report, name, arms, batches, COMPILED_GOALS)
     graphs = counters["stats"]["unique_graphs"]
-    for label, bits, grouping in ((TERNARY, 2, PerChannel()), (BLOCKS, 8, RowBlocks(8))):
+    for what, label, bits, grouping in (("codes", TERNARY, 2, PerChannel()), ("groups", BLOCKS, 8, RowBlocks(8))):
         requantize(arms[EIGHT], bits, grouping)
         both = {FLOAT: arms[FLOAT], label: arms[EIGHT]}
-        timed(report, f"{name}, the same graph, {bits} bits", both, batches, COMPILED_GOALS)
+        timed(report, f"{name}, other {what} in the same graph", both, batches, COMPILED_GOALS)
     report.figure("graphs compiled for other grids", counters["stats"]["unique_graphs"] - graphs, equal=0)
 
 
