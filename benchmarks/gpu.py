@@ -141,15 +141,18 @@ SECTIONS = [
     Section("self-test", KERNELS, 90, lazy("gpu_kernels", "self_test")),
     Section("bit equality", KERNELS, 90, lazy("gpu_kernels", "bit_equality")),
     Section("bandwidth", KERNELS, 60, lazy("gpu_kernels", "bandwidth")),
-    Section("steps", TRAINING, 90, lazy("gpu_training", "steps")),
+    Section("steps", TRAINING, 90, lazy("gpu_steps", "steps")),
+    Section("language model", TRAINING, 60, lazy("gpu_steps", "language_model")),
+    Section("memory", TRAINING, 40, lazy("gpu_steps", "memory")),
+    Section("compiled steps", TRAINING, 150, lazy("gpu_steps", "compiled")),
+    Section("tests", (*TRAINING, "pytest", "hypothesis"), 120, lazy("gpu_tests", "run")),
     Section("fp16 overflow", TRAINING, 40, lazy("gpu_training", "overflow")),
-    Section("torch.compile", TRAINING, 90, lazy("gpu_training", "compiled")),
-    Section("memory", TRAINING, 40, lazy("gpu_training", "memory")),
-    Section("resume", TRAINING, 60, lazy("gpu_training", "resume")),
-    Section("one rank", TRAINING, 40, lazy("gpu_training", "one_rank")),
-    Section("eigenvalues", TRAINING, 60, lazy("gpu_training", "eigenvalues")),
+    Section("torch.compile", TRAINING, 60, lazy("gpu_training", "compiled")),
     Section("delivery", (*TRAINING, "compressed-tensors"), 40, lazy("gpu_training", "delivery")),
-    Section("tests", (*TRAINING, "pytest", "hypothesis"), 240, lazy("gpu_tests", "run")),
+    Section("one rank", TRAINING, 40, lazy("gpu_training", "one_rank")),
+    Section("resume", TRAINING, 60, lazy("gpu_training", "resume")),
+    Section("eigenvalues", TRAINING, 60, lazy("gpu_training", "eigenvalues")),
+    Section("whole compiled", TRAINING, 240, lazy("gpu_steps", "whole")),
 ]
 
 
@@ -433,7 +436,7 @@ def state() -> str:
 
 def preload() -> None:
     """Import what takes seconds, and touches no device; what cannot be imported fails where it is needed."""
-    for name in ("numpy", "torch", "triton", "transformers", "moq_hf.triton_quant", "moq_hf.trainer", "gpu_training"):
+    for name in ("numpy", "torch", "triton", "transformers", "moq_hf.triton_quant", "moq_hf.trainer", "gpu_steps"):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
 

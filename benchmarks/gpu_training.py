@@ -1,18 +1,16 @@
 """Sections of `gpu.py` that train or measure a whole model."""
 
 import copy
-import gc
 import math
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from gpu_kernels import device_of
-from step_time import Arm, in_turn, searched
+from step_time import Arm
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -35,11 +33,18 @@ if TYPE_CHECKING:
 Batch = dict[str, Tensor]
 
 
-def config(start: int, target: int | None = None, groups: int | str = "per_channel", **schedule: Any) -> dict[str, Any]:
+def config(
+    start: int,
+    target: int | None = None,
+    groups: int | str = "per_channel",
+    group_size: int | None = None,
+    **schedule: Any,
+) -> dict[str, Any]:
     """A config that begins at the first step, and stays at `start` without a target."""
+    scales = {"quantize_group_size": group_size} if group_size else {"quantize_groups": groups}
     return {
         "quantize_bits": {"start_bits": start, "target_bits": target or start},
-        "quantize_groups": groups,
+        **scales,
         # Runs are as short as they can be, and need not reach their target.
         "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0, "allow_unreached": True, **schedule},
     }
@@ -87,26 +92,6 @@ def texts(report: "Report") -> Batch:
     return {"input_ids": ids, "labels": ids}
 
 
-def timed_steps(report: "Report", name: str, model: Any, batches: list[Batch], configs: Mapping[str, Any]) -> None:
-    """Steps in bf16 without MoQ and with each config, one of each in turn."""
-    repeats = 2 if report.small else 30 if len(batches) == 1 else 12
-    moqs = [MoQConfig.from_dict(each) for each in configs.values()]
-    arms = [Arm(model, each, torch.bfloat16) for each in (None, *moqs)]
-    for arm in arms * (1 if report.small else 4):
-        arm.step(batches)
-    plain, *others = in_turn(arms, batches, repeats)
-    base = statistics.median(plain)
-    report.detail(f"{name}: plain", plain)
-    report.figure(f"{name}: a plain step", 1000 * base, "ms", timed=True)
-    for label, each, arm, times in zip(configs, moqs, arms[1:], others, strict=True):
-        report.detail(f"{name}, {label}", times)
-        step = statistics.median(times)
-        report.figure(f"{name}, {label}: step over plain", step / base, at_most=1.02, timed=True)
-        search = seconds_of(report, lambda arm=arm: searched(arm.controller))
-        what = f"{name}, {label}: the same with its share of the search for clipping ratios"
-        report.figure(what, (step + search / each.scale_refresh) / base, timed=True)
-
-
 def fits(report: "Report", what: str, gigabytes: float) -> bool:
     """Whether the device has so much memory left; it is noted where it has not."""
     free = math.inf if report.small else torch.cuda.mem_get_info()[0] / 1e9
@@ -131,23 +116,6 @@ def wait(report: "Report") -> None:
     """Until the device is through."""
     if not report.small:
         torch.cuda.synchronize()
-
-
-def steps(report: "Report") -> None:
-    """What MoQ adds to a bf16 step with fused AdamW."""
-    both = {"8 bits per channel": config(8), "8 bits, 8 row blocks": config(8, groups=8)}
-    model, batch = bert(report).to(device_of(report)), pairs(report, 32, 128)
-    timed_steps(report, "BERT-base, 32 x 128", model, [batch], both)
-    timed_steps(report, "BERT-base, 4 micro-batches", model, [batch] * 4, {"8 bits per channel": config(8)})
-    for rows in (8, 64):
-        batch = pairs(report, rows, 128)
-        timed_steps(report, f"BERT-base, {rows} x 128", model, [batch], {"8 bits per channel": config(8)})
-    del model
-    gc.collect()
-    torch.cuda.empty_cache()
-    # Weights, gradients and AdamW's moments of two models in float32, and activations.
-    if fits(report, "Llama-1B, 4 x 1024", 55):
-        timed_steps(report, "Llama-1B, 4 x 1024", llama(report), [texts(report)], {"4 bits per channel": config(4)})
 
 
 class Scaled(MoQTrainer):
@@ -247,11 +215,9 @@ def compiled(report: "Report") -> None:
     """Bits drop in a compiled model: nothing is compiled anew, and the numbers are those of the uncompiled one."""
     from torch._dynamo.utils import counters
 
-    backend = "aot_eager" if report.small else "inductor"
     model = bert(report, 2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).to(device_of(report))
     falling = MoQConfig.from_dict(config(8, 4, quantize_period=2))
-    arms = [Arm(model, falling) for _ in range(2)]
-    arms[1].forward = torch.compile(arms[1].model, backend=backend)
+    arms = [Arm(model, falling, backend=backend) for backend in (None, "aot_eager" if report.small else "inductor")]
     batches = [pairs(report, 16, 128)]
     for arm in arms * 2:
         arm.step(batches)
@@ -272,54 +238,6 @@ def compiled(report: "Report") -> None:
         float((plain - other).norm() / plain.norm()),
         at_most=0.01,
     )
-    if report.small or report.left < 30:
-        return
-    model, batches = bert(report, 4).to(device_of(report)), [pairs(report, 32, 128)]
-    arms = [Arm(model, each, torch.bfloat16, True) for each in (None, MoQConfig.from_dict(config(8)))]
-    for arm in arms * 3:
-        arm.step(batches)
-    times = [statistics.median(each) for each in in_turn(arms, batches, 30)]
-    report.figure("4 layers of BERT-base, compiled, bf16: step over plain", times[1] / times[0], timed=True)
-
-
-def held() -> int:
-    """Bytes of the memory of all tensors alive."""
-    storages = [found.untyped_storage() for found in gc.get_objects() if isinstance(found, Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def memory(report: "Report") -> None:
-    """Of a bf16 step of Llama-1B with MoQ and without: between steps nothing is held of quantized weights."""
-    if not fits(report, "memory", 35):
-        return
-    found: dict[str, dict[str, int]] = {}
-    for name, each in (("plain", None), ("8 bits per channel", MoQConfig.from_dict(config(8)))):
-        before = 0 if report.small else torch.cuda.memory_allocated()
-        arm = Arm(llama(report), each, torch.bfloat16)
-        batch = texts(report)
-        arm.step([batch])
-        gc.collect()
-        if report.small:
-            arm.step([batch])
-            held_now, peak = held(), 0
-        else:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            arm.step([batch])
-            held_now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        layers = {} if arm.controller is None else arm.controller.layers
-        weights = sum(layer.weight.numel() for layer in layers.values())
-        found[name] = {"held": held_now - before, "peak": peak - before, "quantized": weights}
-        del arm, layers
-        gc.collect()
-    plain, moq = found.values()
-    report.detail("bytes", found)
-    report.figure("quantized weights", moq["quantized"])
-    each = (moq["held"] - plain["held"]) / moq["quantized"]
-    report.figure("held beside it above plain, bytes a quantized weight (predicted: 0)", each, at_most=0.01)
-    if not report.small:
-        report.figure("peak of a plain step", plain["peak"] / 1e9, "GB")
-        report.figure("peak above plain, bytes a quantized weight", (moq["peak"] - plain["peak"]) / moq["quantized"])
 
 
 def resume(report: "Report") -> None:
@@ -328,8 +246,12 @@ def resume(report: "Report") -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     count, step = (6, 3) if report.small else (115, 58)
     ends: dict[str, list[Tensor]] = {}
+    equal = False
     with tempfile.TemporaryDirectory() as folder:
         for name in ("whole", "resumed", "whole again"):
+            # Where the resumed one is equal, so is one that is repeated.
+            if name == "whole again" and equal:
+                break
             save = {"save_strategy": "steps", "save_steps": step} if name == "whole" else {}
             args = settings(report, f"{folder}/{name}", count, bf16=True, **save)
             model = bert(report, attn_implementation="eager")

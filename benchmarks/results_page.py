@@ -375,6 +375,16 @@ def gpu_kernels() -> list[list[Any]]:
     return [["weights of BERT-base", "over a copy"], *([name, f"{measured[what]:.1f}"] for what, name in names.items())]
 
 
+def host_operations() -> list[list[Any]]:
+    """What a step asks of the host, over the number of quantized layers; the launch of the kernel does nothing."""
+    found: list[list[Any]] = [["for each quantized layer", "PyTorch operators", "Python calls", "CPU time, us"]]
+    measured = document("host_operations")
+    for arm, counts in measured["step"].items():
+        each = (counts[what] / measured["quantized_layers"] for what in ("operators", "python_calls", "microseconds"))
+        found.append([arm, *(f"{value:.0f}" for value in each)])
+    return found
+
+
 STEPS_ON_A_GPU = ("gpu_steps", "gpu")  # The second machine has the slower processor.
 
 
@@ -703,6 +713,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "step time": step_time,
     "gpu kernels": gpu_kernels,
     "gpu steps": gpu_steps,
+    "host operations": host_operations,
     "sizes": sizes,
     "answers": answers,
     "speeds": speeds,

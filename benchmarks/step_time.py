@@ -31,18 +31,25 @@ SEARCH_EVERY = 50
 
 
 class Arm:
-    """A model in training, as it is or with moq_hf, under autocast if a dtype is given."""
+    """A model in training, as it is, with moq_hf or as a peer prepares it, under autocast if a dtype is given."""
 
     def __init__(
-        self, model: Any, config: MoQConfig | None, dtype: torch.dtype | None = None, compiled: bool = False
+        self,
+        model: Any,
+        config: MoQConfig | None,
+        dtype: torch.dtype | None = None,
+        backend: str | None = None,
+        prepare: Callable[[Any], None] | None = None,
     ) -> None:
-        """Starts at the config's bits: with an offset of 0."""
+        """Starts at the config's bits: with an offset of 0. With a backend of torch.compile it is compiled."""
         self.model = copy.deepcopy(model).train()
+        if prepare is not None:
+            prepare(self.model)
         self.device = next(self.model.parameters()).device
         self.dtype = dtype
         self.controller = None if config is None else MoQController(self.model, config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        self.forward = torch.compile(self.model) if compiled else self.model
+        self.forward = torch.compile(self.model, backend=backend) if backend else self.model
 
     def step(self, micro_batches: list[Batch]) -> float:
         """Seconds of one optimizer step: of CPU time, or of a GPU's."""
@@ -106,13 +113,16 @@ def moq(bits: int, group_size: int | None = None, **algo: Any) -> MoQConfig:
     return MoQConfig.from_dict({**document, **groups})
 
 
-def torchao(model: Any) -> None:
-    """Torchao's QAT, 8 bits per channel, in place."""
+def torchao(model: Any, bits: int = 8, group_size: int | None = None, inputs: bool = False) -> None:
+    """Torchao's QAT, in place: a scale a channel, or for groups of a size; inputs may be rounded to int8 per token."""
     from torchao.quantization import quantize_
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
-    weight = IntxFakeQuantizeConfig(torch.int8, "per_channel")
-    quantize_(model.bert, QATConfig(weight_config=weight, step="prepare"))
+    groups: dict[str, Any] = {"group_size": group_size} if group_size else {"granularity": "per_channel"}
+    weight = IntxFakeQuantizeConfig(getattr(torch, f"int{bits}"), **groups)
+    rounded = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False) if inputs else None
+    # The head stays in float, as with moq_hf.
+    quantize_(model.base_model, QATConfig(activation_config=rounded, weight_config=weight, step="prepare"))
 
 
 def quanto(model: Any) -> None:
@@ -153,9 +163,7 @@ def arms_of(model: Any, dtype: torch.dtype | None) -> dict[str, Arm]:
     for name, (module, prepare) in PEERS.items():
         # optimum-quanto's product with int8 weights does not run under autocast.
         if installed(module) and (dtype is None or prepare is not quanto):
-            arms[name] = Arm(model, None, dtype)
-            prepare(arms[name].model)
-            arms[name].optimizer = torch.optim.AdamW(arms[name].model.parameters(), lr=1e-5, fused=True)
+            arms[name] = Arm(model, None, dtype, prepare=prepare)
     return arms
 
 

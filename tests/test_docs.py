@@ -102,6 +102,7 @@ ADDED = {
     "benchmarks/step_time.py": shlex.split(
         "--batch 1 --sequence 8 --layers 1 --vocabulary 1100 --repeats 2 --out step_time.json"
     ),
+    "benchmarks/host_operations.py": shlex.split("--layers 1 --repeats 2 --out host_operations.json"),
     "benchmarks/glue_study.py": ["--list"],
     "benchmarks/perplexity.py": ["--report"],
     "benchmarks/sizes.py": shlex.split("--models all-MiniLM-L6-v2 --bits 4 --out sizes.json"),

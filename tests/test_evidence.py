@@ -376,6 +376,7 @@ def test_what_speed_says_outside_of_its_tables() -> None:
     assert f"a folder of {run['file_bytes'] / 1e9:.2f} GB" in text and run["table"] == 8
     assert f"for a Llama of {pack['parameters'] / 1e9:.2f} billion weights" in text and pack["processes"] == 4
     assert f"in {run['cpu_seconds']:.0f} seconds of CPU time and {run['peak_bytes'] / 1e9:.2f} GB of memory" in text
+    assert f"with the {result('host_operations')['quantized_layers']} quantized layers of BERT-base" in text
     ratios = [[float(cell) for cell in row[1:]] for row in results_page.step_time()[1:] if row[0].startswith("moq_hf")]
     plain, stochastic = (ratios[:3] + ratios[4:], ratios[3])
     least, most = min(map(min, plain)), max(map(max, plain))
