@@ -1,17 +1,7 @@
-"""Sections of `gpu.py`: the search for clipping ratios, and rounded inputs.
+"""Sections of `gpu.py`: the search for clipping ratios, and rounded inputs."""
 
-    python benchmarks/gpu_inputs.py [--small]
-
-runs both alone; `--small` on a CPU, the kernels in Triton's interpreter.
-"""
-
-import argparse
 import copy
-import os
-import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -110,23 +100,3 @@ def inputs(report: "Report") -> None:
         goal = 1.1 if name in ("static", "per_token") else None
         over = medians[name] / medians["weights alone"]
         report.figure(f"inputs {name}: over weights alone", over, at_most=goal, timed=True)
-
-
-def main() -> None:
-    """Run both."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="at reduced sizes on a CPU, with Triton's interpreter")
-    small = parser.parse_args().small
-    if small:
-        os.environ["TRITON_INTERPRET"] = "1"
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from gpu import Report
-
-    with tempfile.TemporaryDirectory() as folder:
-        report = Report(Path(folder, "report.json"), small)
-        search(report)
-        inputs(report)
-
-
-if __name__ == "__main__":
-    main()

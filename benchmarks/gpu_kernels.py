@@ -17,7 +17,7 @@ import torch
 from timing import encoder_weights, interleaved, seconds
 from torch import Tensor
 
-from moq_hf import quantizer, triton_quant
+from moq_hf import quantizer, triton_launch, triton_quant
 from moq_hf.grid import Grid, PerChannel, PerGroup, RowBlocks
 from moq_hf.triton_quant import Job, Launches
 
@@ -124,7 +124,7 @@ def self_test(report: "Report") -> None:
     begin = time.perf_counter()
     weight = torch.randn(64, 768, device=device_of(report))
     same = torch.equal(triton_quant.fake_quantize(weight, 8), quantizer.fake_quantize(weight, 8))
-    report.figure("the kernel is used", triton_quant.available(weight.device) and not heard.lines, equal=True)
+    report.figure("the kernel is used", triton_launch.available(weight.device) and not heard.lines, equal=True)
     report.figure("it gives the numbers of plain PyTorch", same, equal=True)
     report.figure("first use, with the compiler", time.perf_counter() - begin, "s", timed=True)
     report.detail("warnings", heard.lines)

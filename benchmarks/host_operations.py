@@ -24,7 +24,7 @@ from step_time import Arm, moq
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForSequenceClassification
 
-from moq_hf import triton_quant
+from moq_hf import triton_launch, triton_quant
 from moq_hf.model.convert import quant_layers
 
 Batch = dict[str, torch.Tensor]
@@ -100,7 +100,7 @@ def main() -> None:
     layers[0].moq.passes._fill = mock.Mock(return_value=None)
     launch = mock.Mock()
     with (
-        mock.patch.object(triton_quant, "available", lambda device: True),
+        mock.patch.object(triton_launch, "_triton", lambda: ("cpu", "")),
         mock.patch.object(triton_quant, "_is_tried", lambda *variant: True),
         mock.patch.object(triton_quant, "_launch", lambda *arguments: launch()),
     ):

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import triton_quant
+from . import triton_launch, triton_quant
 from .seams.transformers import (
     has_hooks,
     in_evaluation_loop,
@@ -151,7 +151,7 @@ class PassWeights:
             self.evaluates(False)
         current = _Pass(module, self._held if self._is_held() else {}, [])
         self._passes[thread] = current
-        if blocks and triton_quant.available(blocks[0][0].float_weight.device):
+        if blocks and triton_launch.available(blocks[0][0].float_weight.device):
             self._fill(current, blocks)
 
     def end(self, module: nn.Module, has_failed: bool) -> None:

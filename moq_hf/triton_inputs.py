@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import triton_launch, triton_quant
 from .grid import InputGrid
 from .inputs import InputObserver
 from .seams.transformers import is_transformed
+from .triton_launch import attempt, available, kernels
 
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 # Inputs of a block, and how many programs share all blocks.
@@ -36,7 +36,7 @@ def quantize(observer: InputObserver, input: Tensor, training: bool) -> Tensor |
         observer.active
         and input.dtype in _DTYPES
         and input.numel()
-        and triton_quant.available(input.device)
+        and available(input.device)
         and not is_transformed()
         and (observer.range is not None or not is_static)
         and observer.observed.device == input.device
@@ -53,7 +53,7 @@ def quantize(observer: InputObserver, input: Tensor, training: bool) -> Tensor |
                 features,
                 observes,
             )
-            rounded = triton_launch.attempt(
+            rounded = attempt(
                 variant,
                 partial(_is_right, observer, input, observes),
                 partial(_launch, observer, input, observes),
@@ -101,7 +101,7 @@ def _is_right(observer: InputObserver, input: Tensor, observes: bool) -> bool:
 
 
 def _launch(observer: InputObserver, input: Tensor, observes: bool) -> Tensor:
-    kernels = triton_launch.kernels("inputs")
+    module = kernels("inputs")
     x = input.detach().contiguous()
     y = torch.empty_like(x)
     grid = observer.grid
@@ -113,7 +113,7 @@ def _launch(observer: InputObserver, input: Tensor, observes: bool) -> Tensor:
             columns = grid.block if grid.scale == "per_block" else features
             rows = x.numel() // features * -(-features // columns)
             programs = -(-rows // how["BLOCK_ROWS"])
-            kernels.round_rows_kernel[(programs,)](x, y, rows, columns, features, **how)
+            module.round_rows_kernel[(programs,)](x, y, rows, columns, features, **how)
             return y
         observed = pending = last = None
         if grid.scale == "static":
@@ -130,7 +130,7 @@ def _launch(observer: InputObserver, input: Tensor, observes: bool) -> Tensor:
         blocks = -(-count // _BLOCK)
         programs = min(_PROGRAMS, blocks)
         turns = -(-blocks // programs)
-        kernels.round_all_kernel[(programs,)](
+        module.round_all_kernel[(programs,)](
             x, y, first, last, observed, pending, count, turns, **how
         )
         return y

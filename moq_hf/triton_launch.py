@@ -1,16 +1,66 @@
 """How a kernel of Triton is used: tried out at first, and given up for plain PyTorch where it does not work."""
 
 import importlib
+import logging
 from collections.abc import Callable, Hashable
 from functools import cache
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from . import triton_quant
+logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+
+# Why a variant is given up.
+DIFFERS = "at first use, it gives other numbers than plain PyTorch"
+# Whether variants of kernels work, once they were tried out.
+works: dict[tuple[Any, ...], bool] = {}
+
+
+def available(device: torch.device) -> bool:
+    """Whether kernels can run on a device.
+
+    True for CUDA devices with a Triton that is new enough, and for the CPU in Triton's
+    interpreter (TRITON_INTERPRET=1 in the environment at the first call). Each variant
+    of a kernel is tried out at its first use; where it cannot be launched, or gives
+    other numbers than plain PyTorch, one warning says so, and plain PyTorch computes from
+    then on. It is False while torch.compile traces: plain PyTorch can be compiled.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    kind, reason = _triton()
+    if reason and device.type == "cuda":
+        give_up((device,), reason)
+    return device.type == kind
+
+
+@cache
+def _triton() -> tuple[str, str]:
+    """The type of devices that Triton is for here, or what is wrong with it."""
+    try:
+        from triton import knobs
+    except ImportError as error:
+        # Triton is missing, broken, or too old to have the knobs.
+        return "", f"it needs Triton 3.4 or later ({error})"
+    return "cpu" if knobs.runtime.interpret else "cuda", ""
+
+
+def give_up(variant: tuple[Any, ...], reason: str | Exception) -> None:
+    """Have plain PyTorch compute in place of a variant from now on, and say so once."""
+    if works.get(variant, True):
+        works[variant] = False
+        if isinstance(reason, Exception):
+            # Triton raises what its compiler, the C compiler that it calls, or the
+            # driver raise.
+            reason = f"{type(reason).__name__}: {reason}"
+        logger.warning(
+            "moq_hf: the Triton kernel is not used on %s %s, plain PyTorch computes in its place: %s",
+            variant[0],
+            variant[1:],
+            reason,
+        )
 
 
 @cache
@@ -39,19 +89,16 @@ def attempt(
     Raises:
         torch.OutOfMemoryError: The device has no room.
     """
-    works = triton_quant._works
     if not works.get(variant, True):
         return None
     try:
         if variant in works or is_right():
             works[variant] = True
             return launch()
-        reason = "at first use, it gives other numbers than plain PyTorch"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # Triton raises what its compiler, the C compiler that it calls, or the driver
-        # raise.
-        reason = f"{type(error).__name__}: {error}"
-    triton_quant._give_up(variant, reason)
+        give_up(variant, error)
+        return None
+    give_up(variant, DIFFERS)
     return None

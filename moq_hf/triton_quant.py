@@ -6,7 +6,6 @@ float16.
 """
 
 import functools
-import logging
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -20,8 +19,7 @@ from torch import Tensor
 from . import quantizer
 from .grid import Grid, PerChannel, Precision
 from .quantizer import RoundingSeed
-
-logger = logging.getLogger(__name__)
+from .triton_launch import DIFFERS, available, give_up, kernels, works
 
 # A thread holds 16 weights in registers, or 8 where it adds them up, chosen by counting
 # registers. A program of 256 threads holds whole groups of up to TILE weights, or a half of
@@ -34,8 +32,6 @@ NOISE = 2**26
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _DEFAULT = Grid()
 _FIRST = RoundingSeed()
-# Whether variants of the kernel work, once they were tried out.
-_works: dict[tuple[Any, ...], bool] = {}
 
 
 class Job(NamedTuple):
@@ -108,7 +104,7 @@ class _Form(NamedTuple):
     @property
     def written(self) -> torch.dtype:
         """What the kernel writes: Triton's interpreter does not round to bfloat16."""
-        return torch.float32 if _kernels().INTERPRETED.value else self.dtype
+        return torch.float32 if kernels("triton").INTERPRETED.value else self.dtype
 
 
 class _Memory(NamedTuple):
@@ -246,11 +242,11 @@ class Launches:
             except Exception as error:
                 self._planned = None
                 for number in launch.jobs:
-                    _give_up(_variant(jobs[number], form, True), error)
+                    give_up(_variant(jobs[number], form, True), error)
                     # Nobody is to take what is there for a scale that is not finite.
                     scales[places[number]] = 1.0
                     values[number] = places[number] = None
-        if _kernels().INTERPRETED.value:
+        if kernels("triton").INTERPRETED.value:
             for number, (job, made) in enumerate(zip(jobs, values, strict=True)):
                 if made is not None and made.dtype != job.dtype:
                     out = memory[number]
@@ -328,58 +324,8 @@ def rounded(
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                _give_up(_variant(job, form, False), error)
+                give_up(_variant(job, form, False), error)
     return quantizer.rounded(weight, precision, ratio, seed, blend, dtype)
-
-
-def available(device: torch.device) -> bool:
-    """Whether the kernel can run on a device.
-
-    True for CUDA devices with a Triton that is new enough, and for the CPU in Triton's
-    interpreter (TRITON_INTERPRET=1 in the environment at the first call). Each variant
-    of the kernel is tried out at its first use; where it cannot be launched, or gives
-    other numbers than `quantizer`, one warning says so, and plain PyTorch computes from
-    then on. It is False while torch.compile traces: plain PyTorch can be compiled.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    kind, reason = _triton()
-    if reason and device.type == "cuda":
-        _give_up((device,), reason)
-    return device.type == kind
-
-
-@functools.cache
-def _triton() -> tuple[str, str]:
-    """The type of devices that Triton is for here, or what is wrong with it."""
-    try:
-        from triton import knobs
-    except ImportError as error:
-        # Triton is missing, broken, or too old to have the knobs.
-        return "", f"it needs Triton 3.4 or later ({error})"
-    return "cpu" if knobs.runtime.interpret else "cuda", ""
-
-
-@functools.cache
-def _kernels() -> Any:
-    from .kernels import triton
-
-    return triton
-
-
-def _give_up(variant: tuple[Any, ...], reason: str | Exception) -> None:
-    if _works.get(variant, True):
-        _works[variant] = False
-        if isinstance(reason, Exception):
-            # Triton raises what its compiler, the C compiler that it calls, or the
-            # driver raise.
-            reason = f"{type(reason).__name__}: {reason}"
-        logger.warning(
-            "moq_hf: the Triton kernel is not used on %s %s, plain PyTorch computes in its place: %s",
-            variant[0],
-            variant[1:],
-            reason,
-        )
 
 
 def _form(job: Job) -> _Form | None:
@@ -446,8 +392,8 @@ def _is_tried(job: Job, form: _Form, many: bool) -> bool:
     an error of one bit.
     """
     variant = _variant(job, form, many)
-    if variant in _works:
-        return _works[variant]
+    if variant in works:
+        return works[variant]
     grid = replace(job.precision.grid, grouping=PerChannel())
     precision = grid.at(job.precision.bits)
     _, length = _groups(job.weight, job.precision.grid)
@@ -463,7 +409,7 @@ def _is_tried(job: Job, form: _Form, many: bool) -> bool:
     hard_job = job._replace(weight=hard, precision=precision, ratio=ratio)
     expected, _ = quantizer.rounded(*hard_job)
     # The launch below finds it among those that work.
-    _works[variant] = True
+    works[variant] = True
     try:
         if many:
             filled = Launches()([hard_job])
@@ -471,11 +417,11 @@ def _is_tried(job: Job, form: _Form, many: bool) -> bool:
         else:
             found, _ = rounded(*hard_job)
     except BaseException:
-        del _works[variant]
+        del works[variant]
         raise
-    if _works[variant] and (found is None or not torch.equal(found, expected)):
-        _give_up(variant, "at first use, it gives other numbers than plain PyTorch")
-    return _works[variant]
+    if works[variant] and (found is None or not torch.equal(found, expected)):
+        give_up(variant, DIFFERS)
+    return works[variant]
 
 
 def _plan(jobs: Sequence[Job]) -> _Plan:
@@ -538,14 +484,14 @@ def _marks(groups: int, device: torch.device) -> Tensor | None:
 
 
 def _launch(form: _Form, programs: int, *arguments: Any) -> None:
-    kernels = _kernels()
-    dtypes = kernels.DTYPES[form.source], kernels.DTYPES[form.written]
+    module = kernels("triton")
+    dtypes = module.DTYPES[form.source], module.DTYPES[form.written]
     # Without a limit ptxas spills for sm_100, so that more threads fit.
     options = {} if torch.version.hip else {"maxnreg": 64}
     # Triton launches on the current device.
     with torch.cuda.device(form.device if form.device.type == "cuda" else -1):
         for step in form.steps:
-            kernels.fake_quantize_kernel[(programs,)](
+            module.fake_quantize_kernel[(programs,)](
                 *arguments,
                 *dtypes,
                 CODES=form.codes,

@@ -10,8 +10,9 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from . import quantizer, triton_launch, triton_quant
+from . import quantizer
 from .grid import Grid, PerChannel, Precision
+from .triton_launch import attempt, available, kernels
 
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _DEFAULT = Grid()
@@ -36,7 +37,7 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
         weight.dtype in _DTYPES
         and weight.dim() == 2
         and grid.at(bits).is_uniform
-        and triton_quant.available(weight.device)
+        and available(weight.device)
     ):
         shape = quantizer.check(weight, bits, replace(grid, stochastic=False))
         x = weight.detach().contiguous().view(shape[0] * shape[1], -1)
@@ -49,7 +50,7 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
             grid.at(bits).is_full,
             grid.at(bits).is_fp4,
         )
-        found = triton_launch.attempt(
+        found = attempt(
             variant,
             partial(_is_right, x, grid.at(bits)),
             partial(_launch, x, grid.at(bits)),
@@ -78,7 +79,7 @@ def _is_right(x: Tensor, precision: Precision) -> bool:
 
 def _launch(x: Tensor, precision: Precision) -> Tensor:
     """Search the ratios `[groups, 1]` of groups `[groups, length]`."""
-    kernel = triton_launch.kernels("search").least_squares_kernel
+    kernel = kernels("search").least_squares_kernel
     groups, length = x.shape
     ratios = _ratios_on(x.device, quantizer.ratios_of(precision.format))
     # As few threads as can hold a row read it.

@@ -15,7 +15,7 @@ from model_zoo import arguments
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moq_hf import MoQCallback, MoQError, quantize_model, quantizer, triton_quant
+from moq_hf import MoQCallback, MoQError, quantize_model, quantizer, triton_launch, triton_quant
 from moq_hf.model.convert import check_scales, quant_layers
 from moq_hf.triton_quant import Filled, Job
 
@@ -53,7 +53,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         return Filled(values, torch.cat(scales), places)
 
     monkeypatch.setattr(triton_quant.Launches, "__call__", launch)
-    monkeypatch.setattr(triton_quant, "available", lambda device: True)
+    monkeypatch.setattr(triton_launch, "_triton", lambda: ("cpu", ""))
     monkeypatch.setattr(triton_quant, "rounded", quantizer.rounded)
     return calls
 
@@ -61,7 +61,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 @pytest.fixture
 def without_kernel(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """From its call on a pass makes its weights one by one."""
-    yield lambda: monkeypatch.setattr(triton_quant, "available", lambda device: False)
+    yield lambda: monkeypatch.setattr(triton_launch, "_triton", lambda: ("", ""))
 
 
 class Net(nn.Module):

@@ -16,23 +16,22 @@ from on_triton import (
     on_device,
     quiet,
     run_interpreted,
+    untried,
 )
 from torch import Tensor, nn
 
-from moq_hf import quantize_model, triton_inputs, triton_launch, triton_quant
+from moq_hf import quantize_model, triton_inputs, triton_launch
 from moq_hf.grid import InputGrid, InputScale
 from moq_hf.inputs import InputObserver
 from moq_hf.model.convert import quant_layers
 
-__all__ = ["members_are_known", "quiet"]
+__all__ = ["members_are_known", "quiet", "untried"]
 
 SCALES: list[InputScale] = ["static", "per_tensor", "per_token", "per_block"]
 
 
 @pytest.fixture(autouse=True)
-def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No variant of the kernels was tried out yet, and no word of what a test comes to afterwards."""
-    monkeypatch.setattr(triton_quant, "_works", {})
+def no_constants(untried: None) -> Iterator[None]:
     triton_inputs._constants.cache_clear()
     yield
     triton_inputs._constants.cache_clear()
@@ -55,7 +54,7 @@ def agrees(x: Tensor, grid: InputGrid, dtype: torch.dtype = torch.float32, train
     ours, theirs = observer(grid, dtype), observer(grid, dtype)
     found, expected = triton_inputs.quantize(ours, x, training), theirs.quantize(x, training)
     assert found is not None and expected is not None
-    works = list(triton_quant._works.values())
+    works = list(triton_launch.works.values())
     is_observed = ours.pending is None or not ours.pending.any()
     return works == [True] and same(found, expected) and is_observed and torch.equal(ours.observed, theirs.observed)
 
@@ -81,7 +80,7 @@ def test_a_kernel_is_the_definition(scale: InputScale, case: int) -> None:
     assert agrees(x, grid, weights)
     for bad in (torch.nan, torch.inf, -torch.inf):
         x.view(-1)[5] = bad
-        triton_quant._works.clear()
+        triton_launch.works.clear()
         assert agrees(x, grid, weights)
 
 
@@ -91,7 +90,7 @@ def test_halves_round_to_even(scale: InputScale) -> None:
     grid = InputGrid(8, scale, 256)
     halves = torch.arange(-255, 256, device=DEVICE) / 2
     assert agrees(halves.expand(2, 3, 511), grid)
-    triton_quant._works.clear()
+    triton_launch.works.clear()
     assert agrees(torch.zeros(2, 3, 511, device=DEVICE, dtype=torch.float16), grid, torch.float16)
 
 
@@ -104,7 +103,7 @@ def test_the_range_is_observed_over_all_programs(monkeypatch: pytest.MonkeyPatch
         x = torch.randn(1, 10, 100, device=DEVICE).clamp(-2, 2)
         x.view(-1)[place] = -3.0
         for training in (True, False):
-            triton_quant._works.clear()
+            triton_launch.works.clear()
             assert agrees(x, grid, training=training)
     ours, kept = observer(grid), []
     for value in (2.0, torch.inf, 1.0, torch.nan, 4.0):
@@ -120,9 +119,9 @@ def test_the_range_is_observed_over_all_programs(monkeypatch: pytest.MonkeyPatch
 def test_strides_do_not_count() -> None:
     x = torch.randn(40, 3, 2, device=DEVICE)
     for scale in SCALES:
-        triton_quant._works.clear()
+        triton_launch.works.clear()
         assert agrees(x.permute(2, 1, 0), InputGrid(8, scale, 32))
-        triton_quant._works.clear()
+        triton_launch.works.clear()
         assert agrees(x[:1, :1, :1].expand(2, 3, 40), InputGrid(8, scale, 32))
 
 
@@ -165,10 +164,10 @@ def test_training_is_the_same_with_and_without_kernels(scale: InputScale) -> Non
         ranges = [layer.moq.inputs.range for layer in quant_layers(model).values() if layer.moq.inputs is not None]
         ends.append([*(p.detach() for p in model.parameters()), *(r for r in ranges if r is not None)])
         if more == {}:
-            assert any(key[1] == "inputs" for key in triton_quant._works) and all(triton_quant._works.values())
-            triton_quant._works.clear()
+            assert any(key[1] == "inputs" for key in triton_launch.works) and all(triton_launch.works.values())
+            triton_launch.works.clear()
         else:
-            assert not triton_quant._works
+            assert not triton_launch.works
     assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
 
 

@@ -4,11 +4,7 @@ The interpreter needs a process of its own, which `test_in_triton_s_interpreter`
 """
 
 import contextlib
-import importlib.util
-import inspect
 import logging
-import os
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -16,66 +12,35 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import programs
 import pytest
 import torch
 from numerics import GROUPINGS, HALF_MODES, MODES, same_bits
+from on_triton import (
+    DEVICE,
+    FLOATS,
+    INTERPRETED,
+    members_are_known,
+    needs_triton,
+    on_device,
+    quiet,
+    run_interpreted,
+    untried,
+)
 from repo import ROOT
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moq_hf import MoQConfig, quantize_model, quantizer, triton_quant
+from moq_hf import MoQConfig, quantize_model, quantizer, triton_launch, triton_quant
 from moq_hf.grid import FP4, Format, Grid, Grouping, PerChannel, PerGroup, RowBlocks
 from moq_hf.quantizer import RoundingSeed
 from moq_hf.training.controller import MoQController
 from moq_hf.triton_quant import Job, Launches
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
-on_device = pytest.mark.skipif(False, reason="it runs here") if INTERPRETED else pytest.mark.gpu
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+__all__ = ["members_are_known", "quiet", "untried"]
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ALL_MODES = [*MODES, *HALF_MODES]
 SEED = RoundingSeed(2**35 + 7, 3, 9)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    # Where a GPU computes NaN in silence, numpy in the interpreter warns.
-    with np.errstate(all="ignore"):
-        yield
-
-
-@pytest.fixture(scope="module", autouse=INTERPRETED)
-def members_are_known() -> Iterator[None]:
-    """At each call of a function the interpreter sorts all members of Triton's modules to find what it replaces.
-
-    Half of the time would go into that. What it may replace is found once, while nothing is replaced.
-    """
-    from triton import language
-    from triton.language import core, math
-    from triton.runtime import interpreter
-
-    packages = (language, core, math, core.tensor, core.tensor_descriptor_base)
-    known = {pkg: [name for name, member in inspect.getmembers(pkg) if core.is_builtin(member)] for pkg in packages}
-
-    def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
-        for name in known[pkg]:
-            if core.is_builtin(member := getattr(pkg, name)):
-                interpreter._patch_attr(pkg, name, member, builder, scope)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
-        yield
-
-
-@pytest.fixture
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variant of the kernel was tried out yet, and no word of what a test comes to afterwards."""
-    monkeypatch.setattr(triton_quant, "_works", {})
-    triton_quant._triton.cache_clear()
 
 
 @contextlib.contextmanager
@@ -83,8 +48,8 @@ def noting_launches() -> Iterator[list[Any]]:
     """The forms of what is launched."""
     launched: list[Any] = []
     launch = triton_quant._launch
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_quant, "_launch", lambda form, *a: (launched.append(form), launch(form, *a)))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(triton_quant, "_launch", lambda form, *a: (launched.append(form), launch(form, *a)))
         yield launched
 
 
@@ -99,7 +64,7 @@ def agrees(weight: torch.Tensor, bits: int, grid: Grid, **how: Any) -> bool:
     with noting_launches() as launched:
         found = triton_quant.fake_quantize_with_scale(weight, bits, grid, **how)
     expected = quantizer.fake_quantize_with_scale(weight, bits, grid, **how)
-    return bool(launched) and all(triton_quant._works.values()) and is_same(found, expected)
+    return bool(launched) and all(triton_launch.works.values()) and is_same(found, expected)
 
 
 def all_agree(jobs: list[Job], launches: Launches | None = None) -> bool:
@@ -110,16 +75,13 @@ def all_agree(jobs: list[Job], launches: Launches | None = None) -> bool:
     for job, values, place in zip(jobs, filled.values, filled.places, strict=True):
         expected, scale = quantizer.rounded(*job)
         right.append(is_same((values, filled.scales[place]), (expected, scale.flatten())) and values.is_contiguous())
-    return all(right) and all(triton_quant._works.values())
+    return all(right) and all(triton_launch.works.values())
 
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is a process of its own")
 def test_in_triton_s_interpreter() -> None:
-    done = programs.run("-m", "pytest", "-q", *programs.NESTED, __file__, cwd=ROOT, timeout=600, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) > 100, done.stdout
+    run_interpreted(__file__, 100)
 
 
 @on_device
@@ -263,7 +225,7 @@ def test_what_cannot_be_launched_is_left_to_pytorch_at_first_use_and_within_a_ru
         expected = quantizer.fake_quantize(weight, 8, blend=blend)
         assert same_bits(triton_quant.fake_quantize(weight, 8, blend=blend), expected)
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING and sorted(triton_quant._works.values()) == [False, True]
+    assert record.levelno == logging.WARNING and sorted(triton_launch.works.values()) == [False, True]
     assert "the Triton kernel is not used on" in record.message and "KeyError" in record.message
     assert "plain PyTorch computes in its place" in record.message
     # The variant that did work.
@@ -271,7 +233,7 @@ def test_what_cannot_be_launched_is_left_to_pytorch_at_first_use_and_within_a_ru
     for _ in range(2):
         assert same_bits(triton_quant.fake_quantize(weight, 8), quantizer.fake_quantize(weight, 8))
     _, record = caplog.records
-    assert "KeyError" in record.message and list(triton_quant._works.values()) == [False, False]
+    assert "KeyError" in record.message and list(triton_launch.works.values()) == [False, False]
 
 
 @on_device
@@ -432,13 +394,13 @@ def test_a_device_without_room_is_no_reason_to_give_the_kernel_up(
     def launch(*arguments: Any, **how: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(triton_quant, "available", lambda device: True)
+    monkeypatch.setattr(triton_launch, "_triton", lambda: ("cpu", ""))
     monkeypatch.setattr(triton_quant, "_launch", launch)
     job = Job(torch.randn(6, 8), Grid().at(8))
     for run in (lambda: triton_quant.rounded(*job), lambda: Launches()([job])):
         with pytest.raises(torch.OutOfMemoryError):
             run()
-    assert not triton_quant._works
+    assert not triton_launch.works
 
 
 @needs_triton
@@ -474,10 +436,10 @@ def test_it_compiles_for_the_oldest_and_the_newest_gpus(
 def test_the_interpreter_may_be_chosen_after_the_import(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import os, torch, triton\n"
-        "from moq_hf import triton_quant\n"
+        "from moq_hf import triton_launch, triton_quant\n"
         "os.environ['TRITON_INTERPRET'] = '1'\n"
         "triton_quant.fake_quantize(torch.randn(4, 300), 4)\n"
-        "assert list(triton_quant._works.values()) == [True], triton_quant._works\n"
+        "assert list(triton_launch.works.values()) == [True], triton_launch.works\n"
     )
     done = programs.run(str(tmp_path / "program.py"), cwd=ROOT, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr
@@ -489,9 +451,9 @@ def test_without_a_triton_that_works_one_warning_says_so_for_a_gpu(
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.delitem(sys.modules, "triton.knobs", raising=False)
-    assert not triton_quant.available(torch.device("cpu")) and not caplog.records
+    assert not triton_launch.available(torch.device("cpu")) and not caplog.records
     for _ in range(2):
-        assert not triton_quant.available(torch.device("cuda", 0))
+        assert not triton_launch.available(torch.device("cuda", 0))
     (record,) = caplog.records
     assert "not used on cuda:0" in record.message and "it needs Triton 3.4 or later" in record.message
 

@@ -14,13 +14,14 @@ from on_triton import (
     on_device,
     quiet,
     run_interpreted,
+    untried,
 )
 from torch import Tensor, nn
 
-from moq_hf import quantize_model, quantizer, triton_quant, triton_search
+from moq_hf import quantize_model, quantizer, triton_launch, triton_search
 from moq_hf.grid import Format, Grid, PerChannel, PerGroup, RowBlocks, ScaleDtype
 
-__all__ = ["members_are_known", "quiet"]
+__all__ = ["members_are_known", "quiet", "untried"]
 
 GRIDS = [
     Grid(PerChannel(), symmetric=symmetric, full=full, scale_dtype=dtype)
@@ -29,17 +30,14 @@ GRIDS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variant of the kernel was tried out yet, and no word of what a test comes to afterwards."""
-    monkeypatch.setattr(triton_quant, "_works", {})
+pytestmark = pytest.mark.usefixtures("untried")
 
 
 def agrees(weight: Tensor, bits: int, grid: Grid) -> bool:
     """Whether the kernel is launched, and chooses what `quantizer` does."""
     found = triton_search.least_squares_ratio(weight, bits, grid)
     expected = quantizer.least_squares_ratio(weight, bits, grid)
-    return list(triton_quant._works.values()) == [True] and torch.equal(found, expected)
+    return list(triton_launch.works.values()) == [True] and torch.equal(found, expected)
 
 
 @needs_triton
@@ -134,19 +132,19 @@ def test_weights_of_any_strides_and_groupings() -> None:
 def test_float64_is_for_plain_pytorch() -> None:
     weight = torch.randn(4, 16, device=DEVICE, dtype=torch.float64)
     found = triton_search.least_squares_ratio(weight, 4)
-    assert torch.equal(found, quantizer.least_squares_ratio(weight, 4)) and not triton_quant._works
+    assert torch.equal(found, quantizer.least_squares_ratio(weight, 4)) and not triton_launch.works
 
 
 @on_device
 def test_a_layer_searches_with_it_unless_told_not_to() -> None:
     for kernel, launched in ((None, [True]), (False, [])):
-        triton_quant._works.clear()
+        triton_launch.works.clear()
         model: Any = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 2)).to(DEVICE)
         config = {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
         quantize_model(model, config | ({} if kernel is None else {"quantizer_kernel": kernel}))
-        triton_quant._works.clear()
+        triton_launch.works.clear()
         model[0].search_ratios()
-        assert list(triton_quant._works.values()) == launched
+        assert list(triton_launch.works.values()) == launched
         expected = quantizer.least_squares_ratio(model[0].float_weight, 4, model[0].moq.grid)
         assert torch.equal(model[0].moq.ratio, expected)
 
@@ -155,8 +153,6 @@ def test_a_layer_searches_with_it_unless_told_not_to() -> None:
 def test_a_wrong_part_of_the_kernel_is_found_at_first_use(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from moq_hf import triton_launch
-
     kernels = triton_launch.kernels("search")
     right = kernels._nearest
     monkeypatch.setattr(kernels, "_nearest", lambda x, *scale: right(x * 1.1, *scale))

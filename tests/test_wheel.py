@@ -17,11 +17,11 @@ import json, pathlib, sys
 sys.modules["triton"] = None
 import torch
 import moq_hf
-from moq_hf import MoQCallback, quantize_model, triton_quant
+from moq_hf import MoQCallback, quantize_model, triton_launch
 assert pathlib.Path(moq_hf.__file__).is_relative_to({site!r}), moq_hf.__file__
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 quantize_model(model, {{"quantizer_kernel": True, "quantize_bits": {{"start_bits": 4, "target_bits": 4}}}})
-assert "bits=4" in repr(model) and not triton_quant.available(torch.device("cpu"))
+assert "bits=4" in repr(model) and not triton_launch.available(torch.device("cpu"))
 from moq_hf.config import PRESETS
 for name in PRESETS:
     preset = pathlib.Path(moq_hf.__file__).with_name("presets") / f"{{name}}.json"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .. import serving, triton_quant
+from .. import serving, triton_launch
 from ..config import MoQConfig
 from ..config_fields import DistillationConfig, Speller
 from ..errors import MOST_FAULTS, shortened
@@ -111,7 +111,7 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
     }
     # On a CUDA device the kernels say themselves what keeps them from running.
     if config.kernel and not all(
-        device.type == "cuda" or triton_quant.available(device) for device in devices
+        device.type == "cuda" or triton_launch.available(device) for device in devices
     ):
         notes.append(
             f"{config.spell('kernel')}: the Triton kernels need a CUDA device; plain PyTorch gives the same numbers"

@@ -6,12 +6,15 @@ import os
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import programs
 import pytest
 import torch
 from repo import ROOT
+
+from moq_hf import triton_launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
@@ -53,6 +56,14 @@ def members_are_known() -> Iterator[None]:
             if core.is_builtin(member := getattr(pkg, name)):
                 interpreter._patch_attr(pkg, name, member, builder, scope)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(interpreter, "_patch_builtin", patch_builtin)
+        yield
+
+
+@pytest.fixture
+def untried() -> Iterator[None]:
+    """No variant of a kernel was tried out yet, and no word of what a test comes to afterwards."""
+    triton_launch._triton.cache_clear()
+    with patch.dict(triton_launch.works, clear=True):
         yield
