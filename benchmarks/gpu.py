@@ -141,7 +141,7 @@ SECTIONS = [
     Section("self-test", KERNELS, 90, lazy("gpu_kernels", "self_test")),
     Section("bit equality", KERNELS, 90, lazy("gpu_kernels", "bit_equality")),
     Section("bandwidth", KERNELS, 60, lazy("gpu_kernels", "bandwidth")),
-    Section("steps", TRAINING, 90, lazy("gpu_steps", "steps")),
+    Section("steps", TRAINING, 110, lazy("gpu_steps", "steps")),
     Section("language model", TRAINING, 60, lazy("gpu_steps", "language_model")),
     Section("memory", TRAINING, 40, lazy("gpu_steps", "memory")),
     Section("compiled steps", TRAINING, 150, lazy("gpu_steps", "compiled")),
