@@ -31,15 +31,17 @@ Batch = dict[str, torch.Tensor]
 
 
 class Operators(TorchDispatchMode):
-    """Counts PyTorch's operators, those of autocast and of the backward pass too."""
+    """Counts PyTorch's operators, those of autocast and of the backward pass too, and which of them launch a kernel."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.kernels = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count one."""
         self.count += 1
+        # What makes views or memory launches none.
+        self.kernels += not (func.is_view or str(func).startswith(("aten.empty", "aten._unsafe_view")))
         return func(*args, **(kwargs or {}))
 
 
@@ -51,11 +53,11 @@ def step(model: Any, batch: Batch) -> None:
     model.zero_grad()
 
 
-def operators(model: Any, batch: Batch) -> int:
-    """PyTorch's operators of a step."""
+def operators(model: Any, batch: Batch) -> tuple[int, int]:
+    """PyTorch's operators of a step, and how many of them launch a kernel."""
     with Operators() as counted:
         step(model, batch)
-    return counted.count
+    return counted.count, counted.kernels
 
 
 def python_calls(model: Any, batch: Batch) -> int:
@@ -109,7 +111,8 @@ def main() -> None:
             for _ in range(2):
                 step(each, batch)
             launch.reset_mock()
-            results[name] = {"operators": operators(each, batch), "launches": launch.call_count}
+            count, kernels = operators(each, batch)
+            results[name] = {"operators": count, "launches": kernels + launch.call_count}
             results[name]["python_calls"] = python_calls(each, batch)
         times: dict[str, list[float]] = {name: [] for name in models}
         gc.disable()

@@ -377,12 +377,18 @@ def gpu_kernels() -> list[list[Any]]:
 
 def host_operations() -> list[list[Any]]:
     """What a step asks of the host, over the number of quantized layers; the launch of the kernel does nothing."""
-    found: list[list[Any]] = [["for each quantized layer", "PyTorch operators", "Python calls", "CPU time, us"]]
+    names = {
+        "operators": "PyTorch operators",
+        "launches": "launches",
+        "python_calls": "Python calls",
+        "microseconds": "CPU time, us",
+    }
     measured = document("host_operations")
-    for arm, counts in measured["step"].items():
-        each = (counts[what] / measured["quantized_layers"] for what in ("operators", "python_calls", "microseconds"))
-        found.append([arm, *(f"{value:.0f}" for value in each)])
-    return found
+    body = [
+        [arm, *(f"{counts[what] / measured['quantized_layers']:.0f}" for what in names)]
+        for arm, counts in measured["step"].items()
+    ]
+    return [["for each quantized layer", *names.values()], *body]
 
 
 STEPS_ON_A_GPU = ("gpu_steps", "gpu")  # The second machine has the slower processor.

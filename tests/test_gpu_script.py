@@ -117,6 +117,23 @@ def script(*words: str) -> subprocess.CompletedProcess[str]:
     return programs.run(str(ROOT / "benchmarks" / "gpu.py"), *words, cwd=ROOT)
 
 
+def test_what_is_compared_with_may_fail_or_come_too_late(tmp_path: Path) -> None:
+    import gpu_steps
+
+    def fails() -> Any:
+        raise RuntimeError("no int4 here")
+
+    report = Report(tmp_path / "found.json", limit=100.0)
+    assert gpu_steps.ready(report, "BERT", {"torchao, 4 bits": fails}, []) == {}
+    assert gpu_steps.ready(report, "BERT", {"4 bits": fails}, [], spare=200.0) == {}
+    assert json.loads(report.path.read_text())["details"] == {
+        "BERT, torchao, 4 bits": "not run: RuntimeError: no int4 here",
+        "BERT, 4 bits": "not run: time",
+    }
+    with pytest.raises(RuntimeError, match="no int4 here"):
+        gpu_steps.ready(report, "BERT", {"4 bits": fails}, [])
+
+
 def test_small_figures_do_not_pass_for_a_gpu_s(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
