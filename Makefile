@@ -18,7 +18,7 @@ help:
 	@echo "make check   ruff, mypy"
 	@echo "make bench   the measurements that need no data"
 	@echo "make gpu     tests and measurements on one GPU in 8 minutes, with the libraries of PYTHON=...; needs no network"
-	@echo "make ptx     the tests of the kernel on its PTX, by the interpreter of PTX in the folder PTX=...; needs no GPU"
+	@echo "make ptx     the kernel's tests on compiled PTX, with the PTX interpreter in the folder PTX=...; needs no GPU"
 	@echo "make clean   remove the virtual environment, caches and runs"
 
 demo: $(INSTALLED)

@@ -103,7 +103,7 @@ def main() -> None:
     launch = mock.Mock()
     with (
         mock.patch.object(triton_launch, "_triton", lambda: ("cpu", "")),
-        mock.patch.object(triton_quant, "_is_tried", lambda *variant: True),
+        mock.patch.object(triton_quant, "_is_right", lambda *variant: True),
         mock.patch.object(triton_quant, "_launch", lambda *arguments: launch()),
     ):
         results: dict[str, dict[str, float]] = {}

@@ -634,14 +634,14 @@ class MoQCallback(TrainerCallback, ExportableState):
         logs.update({**_shown(metrics), **parts, **rest})
 
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-        """Let the rest of the evaluation compute with the weights that its first batch has quantized."""
+        """Let quantized weights outlive a batch from here on; no event comes before the first one."""
         if self.controller is not None:
-            self.controller.evaluates(True)
+            self.controller.set_evaluating(True)
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Forget them."""
+        """Let quantized weights end with their passes again."""
         if self.controller is not None:
-            self.controller.evaluates(False)
+            self.controller.set_evaluating(False)
 
     on_predict = on_evaluate
 

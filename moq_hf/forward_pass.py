@@ -2,13 +2,14 @@
 
 A layer defines its quantized weight, see `LayerState`. This module decides who makes it and when it goes:
 
-- When a pass of the outermost module begins, a GPU makes all of the model's quantized weights in one launch. A CPU
-  makes each just before its product, while its caches hold it.
+- When a pass of the outermost module begins, a GPU makes the model's quantized weights together, with one launch for
+  each form of weight. A CPU makes each just before its product, while its caches hold it.
 - Within the pass a layer takes the weight that is there, unless it was made of another parameter, for another bit
   width or in another dtype; then the layer computes its own. So what a pass writes into weights counts from the next
   pass on.
 - When the pass ends, normally or by an exception, all are gone. Recomputation by checkpointing, modules that are
-  called alone, and other threads find none and compute their own.
+  called alone, and other threads find none and compute their own. After an interrupt from the keyboard they stay until
+  the thread's next pass, or until a weight's version has moved.
 - Between passes weights stay only while somebody who knows that nothing changes holds them: a Trainer's evaluation,
   `generate`, or a `with hold_quantized(model)`. Even then a weight whose version or address moved is made anew.
 """
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from . import triton_launch, triton_quant
+from .schedule import FLOAT_BITS
 from .seams.transformers import (
     has_hooks,
     in_evaluation_loop,
@@ -59,23 +61,25 @@ class Made(NamedTuple):
     """A quantized weight, and what it was made of."""
 
     weight: Tensor
+    version: int
     bits: int
-    dtype: torch.dtype
     quantized: Tensor
     # What else it was made of, as `LayerState.sources` has it, and the values that keep
     # addresses from others; None where only the pass counts.
     sources: tuple[Any, ...] | None
-    alive: tuple[Any, ...] | None
+    keeps_alive: tuple[Any, ...] | None
 
 
-_Weights = dict[State, Made]
+# A model that reads a weight in two dtypes has both.
+_Weights = dict[tuple[State, torch.dtype], Made]
 
 
 class _Pass(NamedTuple):
     module: nn.Module
     weights: _Weights
-    # Those whose weights were made when the pass began.
+    # Those whose weights were made when the pass began, and those that hooks have read.
     filled: list[State]
+    lent: list[State]
 
 
 class _Wanted(NamedTuple):
@@ -112,7 +116,9 @@ class PassWeights:
     def __init__(self) -> None:
         self._passes: dict[int, _Pass] = {}
         self._holders = 0
-        self._evaluates = False
+        self._is_evaluating = False
+        # How often layers have left the model.
+        self.changes = 0
         self._held: _Weights = {}
         self._launches: defaultdict[torch.device, triton_quant.Launches] = defaultdict(
             triton_quant.Launches
@@ -146,10 +152,13 @@ class PassWeights:
             and is_running(current.module)
         ):
             return
-        if self._evaluates and not in_evaluation_loop():
+        if self._is_evaluating and not in_evaluation_loop():
             # It ended with an exception.
-            self.evaluates(False)
-        current = _Pass(module, self._held if self._is_held() else {}, [])
+            self.set_evaluating(False)
+        if self.traced_by is not None and not is_running(self.traced_by):
+            # So did a pass that torch.compile traced.
+            self._end_trace()
+        current = _Pass(module, self._held if self._is_held() else {}, [], [])
         self._passes[thread] = current
         if blocks and triton_launch.available(blocks[0][0].float_weight.device):
             self._fill(current, blocks)
@@ -170,6 +179,8 @@ class PassWeights:
         if current is None or current.module is not module:
             return
         del self._passes[thread]
+        for state in current.lent:
+            state.lent = None
         for state in current.filled:
             if has_failed:
                 state.awaits_call = False
@@ -191,13 +202,16 @@ class PassWeights:
             weights = self._held
         else:
             return None
-        made = weights.get(state)
+        made = weights.get((state, dtype))
+        if made is None or made.weight is not weight or made.bits != state.bits:
+            return None
         if (
-            made is None
-            or made.weight is not weight
-            or made.bits != state.bits
-            or made.dtype is not dtype
+            made.version != version_of(weight)
+            and current is not None
+            and not is_running(current.module)
         ):
+            # It was interrupted, and is over.
+            del self._passes[get_ident()]
             return None
         quantized = made.quantized
         needs_gradient = weight.requires_grad and torch.is_grad_enabled()
@@ -222,14 +236,24 @@ class PassWeights:
         # What adapters add to a parameter may change within a pass.
         if is_held or state.lora:
             sources, alive = state.sources(weight)
-        weights[state] = Made(weight, state.bits, dtype, quantized, sources, alive)
+        version = version_of(weight)
+        weights[state, dtype] = Made(
+            weight, version, state.bits, quantized, sources, alive
+        )
 
     def drop(self, state: State) -> None:
         """Forget the quantized weight of a layer: what it was made of has changed."""
-        self._held.pop(state, None)
-        for current in tuple(self._passes.values()):
-            current.weights.pop(state, None)
+        passes = [current.weights for current in tuple(self._passes.values())]
+        for weights in (self._held, *passes):
+            for key in [key for key in tuple(weights) if key[0] is state]:
+                weights.pop(key, None)
         self._end_trace()
+
+    def lend(self, state: State) -> None:
+        """Note that a hook has read the quantized weight of a layer, which the pass that is under way may call."""
+        current = self._passes.get(get_ident())
+        if current is not None:
+            current.lent.append(state)
 
     def scales_of_launches(self) -> list[tuple[Tensor, dict[State, slice]]]:
         """The scales of the weights that were last made together, float32, and where each layer's are; once.
@@ -249,17 +273,17 @@ class PassWeights:
             self._holders -= 1
             self._forget()
 
-    def evaluates(self, does: bool) -> None:
+    def set_evaluating(self, is_evaluating: bool) -> None:
         """As `hold`, while the evaluation loop of a Trainer runs, until it is said to have ended."""
-        self._evaluates = does
+        self._is_evaluating = is_evaluating
         self._forget()
 
     def _is_held(self) -> bool:
-        holds = self._holders > 0 or self._evaluates
+        holds = self._holders > 0 or self._is_evaluating
         return holds and not torch.is_grad_enabled()
 
     def _forget(self) -> None:
-        if not (self._holders or self._evaluates):
+        if not (self._holders or self._is_evaluating):
             # Not cleared: a pass that is under way may have it.
             self._held = {}
 
@@ -304,7 +328,7 @@ class PassWeights:
                 if with_gradients and weight.requires_grad:
                     is_strict = hooks_are_strict or has_hooks(weight)
                     if is_strict or not state.is_always_called:
-                        own = _copy(weight, dtype)
+                        own = copy_of(weight, dtype)
                     else:
                         shared = number
                 wanted.append(_Wanted(state, weight, dtype, own, shared))
@@ -318,13 +342,13 @@ class PassWeights:
             places.setdefault(each.weight.device, []).append(index)
         found: list[Tensor | None] = [None] * len(wanted)
         for device, indices in places.items():
+            if not triton_launch.available(device):
+                continue
             those = [wanted[index] for index in indices]
             filled = self._launches[device](
                 [each.state.job(each.weight, each.dtype) for each in those],
                 [each.own if is_in_rows(each.state.kind) else None for each in those],
             )
-            if filled is None:
-                continue
             scales: dict[State, slice] = {}
             for index, each, values, place in zip(
                 indices, those, filled.values, filled.places, strict=True
@@ -343,18 +367,18 @@ class PassWeights:
         dtype: torch.dtype,
     ) -> list[Tensor]:
         """What a compiled graph multiplies with, each in memory of its own; see `quantized_in_graph`."""
-        for state in states:
-            state.used = True
-            state.read_dtype = dtype
         pairs = list(zip(states, weights, strict=True))
         ahead = [index for index, (s, w) in enumerate(pairs) if s.may_be_made_ahead(w)]
         wanted = [_Wanted(*pairs[index], dtype) for index in ahead]
         made = dict(zip(ahead, self._launched(wanted), strict=True))
         results = []
         for index, (state, weight) in enumerate(pairs):
+            state.used = True
             quantized = made.get(index)
-            if quantized is None:
-                quantized = state.copied_or_quantized(weight, dtype)
+            if quantized is None and state.bits == FLOAT_BITS:
+                quantized = copy_of(weight, dtype)
+            elif quantized is None:
+                quantized = state.fake_quantize(weight, dtype)
             results.append(quantized)
         return results
 
@@ -387,24 +411,39 @@ class PassWeights:
         self.traced_by = None
 
 
+def frames() -> Iterator[FrameType]:
+    """This thread's stack, from the caller's frame outwards."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def is_running(module: nn.Module) -> bool:
     """Whether this thread is inside a call of the module.
 
     Read off the stack: a flag would not survive an interrupt from the keyboard.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code is MODULE_CALL and frame.f_locals[code.co_varnames[0]] is module:
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_code is MODULE_CALL and called_module(frame) is module
+        for frame in frames()
+    )
 
 
-def _copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for a quantized weight, whose gradient is the weight's by a cast of PyTorch's own.
+def called_module(frame: FrameType) -> Any:
+    """The module that a frame of `MODULE_CALL` calls."""
+    return frame.f_locals[MODULE_CALL.co_varnames[0]]
 
-    A kernel may write to it before anybody has read it.
+
+def version_of(tensor: Tensor) -> int:
+    """Counts the changes in place that PyTorch sees; those made in inference mode are none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def copy_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in memory of its own, with a gradient by a cast of PyTorch's own.
+
+    A kernel may write a quantized weight there before anybody has read it.
     """
     return weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
@@ -432,11 +471,17 @@ def quantized_in_graph(
 
     Args:
         weights: Whole float weights, or rows of a table, of one model, without a graph.
-        numbers: Those of the layers, int64: a tensor, on which graphs do not depend, so
-            that layers of one class share them.
+        numbers: Those of the layers, int64, or ~number for rows: a tensor, on which
+            graphs do not depend, so that layers of one class share them.
         dtype: Of the results.
     """
-    states = [_of_number[number] for number in numbers.tolist()]
+    states = []
+    for number in numbers.tolist():
+        is_whole = number >= 0
+        state = _of_number[number if is_whole else ~number]
+        if is_whole:
+            state.read_dtype = dtype
+        states.append(state)
     passes: PassWeights = states[0].passes
     return passes.made(states, weights, dtype)
 

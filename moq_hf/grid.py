@@ -282,7 +282,7 @@ class Grid:
         is_searched = self.search == "mse" or (
             self.search == "auto" and bits <= SEARCHED_BITS
         )
-        # The largest quotient is the last code, but for a rounded scale, and noise.
+        # With an unrounded scale and no noise, the largest quotient rounds to the last code.
         is_plain = is_int and self.symmetric and not is_full and not self.stochastic
         return Precision(
             grid=self,

@@ -1,9 +1,7 @@
 """How a layer is quantized now, as the layer keeps it, and what a forward pass makes of its weight."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,9 +14,12 @@ from .errors import MoQError, one_line
 from .forward_pass import (
     MODULE_CALL,
     PassWeights,
+    called_module,
+    frames,
     makes_state,
     numbered,
     quantized_in_graph,
+    version_of,
 )
 from .grid import Grid, Precision
 from .inputs import InputObserver
@@ -51,8 +52,7 @@ def in_forward() -> bool:
     # gradients on.
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
         return True
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         code = frame.f_code
         if code is MODULE_CALL:
             return True
@@ -61,23 +61,19 @@ def in_forward() -> bool:
             owner = frame.f_locals.get(code.co_varnames[0])
             if isinstance(owner, (nn.Module, Trainer)):
                 return True
-        frame = frame.f_back
     return False
 
 
 def in_pre_hook() -> bool:
     """Whether what runs is a forward pre-hook of a module, or was called by one."""
-    below: FrameType | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not MODULE_CALL:
-        # With hooks, a call has an inner function.
+    called: Any = None
+    for frame in frames():
+        if frame.f_code is MODULE_CALL:
+            return called in map(_code_of, pre_hooks(called_module(frame)))
+        # With hooks, a call of a module has an inner function.
         if frame.f_code not in MODULE_CALL.co_consts:
-            below = frame
-        frame = frame.f_back
-    if frame is None or below is None:
-        return False
-    module = frame.f_locals[MODULE_CALL.co_varnames[0]]
-    return below.f_code in map(_code_of, pre_hooks(module))
+            called = frame.f_code
+    return False
 
 
 def _code_of(hook: Any) -> Any:
@@ -115,8 +111,10 @@ class LayerState:
             for that; see `MergedLora`.
         passes: The quantized weights of the model's passes, shared with its other layers.
         read_dtype: The dtype in which a forward pass last multiplied with the weight.
-        is_always_called: Whether each pass that made the weight ahead called the layer.
-        awaits_call: Whether the pass that is under way made it, and has not called it.
+        is_always_called: Whether every pass with gradients that made the weight ahead
+            also called the layer.
+        awaits_call: Whether the last pass that made the weight ahead has not called the
+            layer; it is not made ahead again until the layer is called.
     """
 
     grid: Grid
@@ -147,8 +145,9 @@ class LayerState:
         # Quantized weights of the pass that is under way, where the backward pass is to
         # compute them again.
         self.made: list[Tensor] | None = None
-        # What a hook was given to read, which it may have written to.
-        self.lent: Tensor | None = None
+        # What a hook was given to read, which it may have written to, and what that was
+        # made of.
+        self.lent: tuple[Tensor, Any] | None = None
         # What the operator at the head of a compiled graph gives.
         self.ahead: Tensor | None = None
         self.number = numbered(self)
@@ -187,16 +186,16 @@ class LayerState:
         if is_sharded(weight) or not in_forward():
             return weight
         try:
-            if is_experts(self.kind):
+            is_traced = torch.compiler.is_compiling() and not is_exporting()
+            if is_traced or is_experts(self.kind):
                 return self.quantized_weight(weight, weight.dtype)
-            if torch.compiler.is_compiling() and not is_exporting():
-                return self._traced(weight, weight.dtype)
             self.used = True
             if self.bits == FLOAT_BITS or weight.is_meta:
                 return self.merged(weight)
             quantized = self._computed(weight, weight.dtype)
-            if not torch.compiler.is_compiling() and in_pre_hook():
-                self.lent = quantized
+            if not is_exporting() and in_pre_hook():
+                self.lent = quantized, self.sources(weight)[0]
+                self.passes.lend(self)
             return quantized
         except AttributeError as error:
             # nn.Module would look on, and give the float weight.
@@ -276,7 +275,7 @@ class LayerState:
         """
         matrix = rows.flatten(0, -2)
         if torch.compiler.is_compiling():
-            (made,) = quantized_in_graph([matrix.detach()], self.numbers, rows.dtype)
+            (made,) = quantized_in_graph([matrix.detach()], ~self.numbers, rows.dtype)
             return straight_through(rows, made.view_as(rows))
         self.used = True
         return straight_through(rows, self._made_of(matrix, rows.dtype).view_as(rows))
@@ -302,11 +301,11 @@ class LayerState:
             MoQError: It has.
         """
         lent, self.lent = self.lent, None
-        if lent is None:
-            # Another thread has checked it.
+        if lent is None or lent[1] != self.sources(weight)[0]:
+            # Another thread has checked it, or it was of another weight.
             return
-        anew = self._made_of(self.merged(weight.detach()), lent.dtype)
-        if torch.equal(lent.detach(), anew) or not anew.isfinite().all():
+        anew = self._made_of(self.merged(weight.detach()), lent[0].dtype)
+        if torch.equal(lent[0].detach(), anew) or not anew.isfinite().all():
             return
         name = parameter_of(self.name, self.kind)
         raise MoQError(
@@ -338,7 +337,7 @@ class LayerState:
         return not (self.lora or self.handed_over or weight.is_meta)
 
     def job(self, weight: Tensor, dtype: torch.dtype) -> triton_quant.Job:
-        """What a kernel is to make of a whole float weight; `shaped` gives the result its shape back."""
+        """The weight as a job for the kernel, and note its dtype; `shaped` gives the result the weight's shape."""
         self.dtype = dtype
         is_matrix = weight.dim() == 2 and is_in_rows(self.kind)
         matrix = weight if is_matrix else to_rows(weight.detach(), self.kind)
@@ -351,12 +350,6 @@ class LayerState:
         if is_in_rows(self.kind) and values.shape == weight.shape:
             return values
         return from_rows(values, self.kind, weight.shape).contiguous()
-
-    def copied_or_quantized(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a compiled graph multiplies with, in memory of its own; see `PassWeights.made`."""
-        if self.bits == FLOAT_BITS:
-            return weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        return self.fake_quantize(weight, dtype)
 
     def fake_quantize(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The quantized weight in memory of its own, without a graph; also notes its scale.
@@ -398,9 +391,7 @@ class LayerState:
 
 def _identity(part: Any) -> tuple[Any, ...]:
     """The address and version of a tensor; any other value itself."""
-    if not isinstance(part, Tensor):
-        return (part,)
-    return part.data_ptr(), 0 if part.is_inference() else part._version
+    return (part.data_ptr(), version_of(part)) if isinstance(part, Tensor) else (part,)
 
 
 def _matmul_dtype(weight: Tensor) -> torch.dtype:

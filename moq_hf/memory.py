@@ -68,8 +68,8 @@ def memory_of(controller: MoQController) -> dict[str, int]:
 
     Activations are those of the same run in float. Most is held at the beginning of a
     backward pass, which needs the quantized weights of the forward pass again; in a
-    pass in half precision (`bf16`, `fp16`) they are half as large. Of a table only the
-    rows that are looked up are quantized, which counts as an activation. A teacher is
+    pass in half precision (`bf16`, `fp16`) they are half as large. Of a table
+    usually only the rows that are looked up are quantized; they count as activations. A teacher is
     as large as the model. The delivered folder is compared with a model in evaluation.
 
     Args:

@@ -94,6 +94,7 @@ class ExpertsWeight(QuantLayer):
     def release(self) -> None:
         """Leave the parameter in float; the last one of a module gives it the class back that it had before."""
         experts = self.experts
+        self.moq.passes.changes += 1
         del experts.moq_states[self.attribute]
         if not experts.moq_states:
             cast(nn.Module, experts).__class__ = base_class(type(experts))

@@ -8,9 +8,8 @@ inputs of linear layers alone.
 
 A model gets its quantized layers by a change of class, so that parameter objects,
 state-dict keys, hooks and wrappers (DDP, FSDP, PEFT, torch.compile) stay as they are.
-Each forward pass multiplies with the weight quantized, once a pass, and the gradient
-passes straight through to the float weight. How long a quantized weight lives,
-`forward_pass` says.
+A forward pass multiplies with the quantized weight, and the gradient passes straight
+through to the float one. `forward_pass` says how long a quantized weight lives.
 """
 
 import contextlib
@@ -289,6 +288,7 @@ class QuantLayer(QuantModule):
 
     def release(self) -> None:
         """Give the layer back the class that it had before."""
+        self.moq.passes.changes += 1
         cast(nn.Module, self).__class__ = base_class(type(self))
         del self.moq
 
@@ -381,9 +381,8 @@ class QuantLinear(QuantLayer, nn.Linear):
     """
 
     def _product(self, input: Tensor) -> Tensor:
-        if self.moq.inputs is not None:
-            input = self.quantized_input(input)
-        return F.linear(input, self.quantized_weight(), self.bias)
+        rounded = self.quantized_input(input)
+        return F.linear(rounded, self.quantized_weight(), self.bias)
 
 
 class QuantConv1D(QuantLayer, Conv1D):
@@ -397,6 +396,10 @@ class QuantConv1D(QuantLayer, Conv1D):
     """
 
     kind = "conv1d"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` `[..., in_features]` times the quantized weight, plus the bias."""
+        return super().forward(x)
 
     def _product(self, input: Tensor) -> Tensor:
         rows = self.quantized_input(input).view(-1, input.size(-1))
@@ -419,7 +422,9 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """The rows `[..., embedding_dim]` of the quantized table for the indices `input` `[...]`.
 
-        Only these are quantized, unless there are more of them than the table has.
+        Only these rows are quantized, unless there are at least as many indices as rows, or
+        clipping ratios, stochastic rounding, row blocks or merged adapters need the
+        whole table.
         """
         table = self.float_weight
         rows_only = self._quantizes_rows(input)

@@ -23,7 +23,7 @@ and weights beyond 21 are clipped. Since both scales are powers of two but for t
 bfloat16.
 
 r is the clipping ratio of the group, 1 unless given; NVFP4's may be above 1, where its largest weight is not 6. Stochastic rounding replaces round(y) by floor(y + u), u uniform in
-[0, 1). Sums are exact, so that their order makes no difference: those of magnitudes (ternary, binary), see `exact_sum`,
+[0, 1). Sums are of integers, so that their order makes no difference: those of magnitudes (ternary, binary), see `exact_sum`,
 whose means are rounded to float32, and those of squared errors, see `least_squares_ratio`. A group whose scale would be
 below the smallest normal float32 in magnitude (all zeros, or too small to matter) becomes zeros.
 
@@ -56,7 +56,7 @@ from .grid import FP4, Format, Grid, PerChannel, Precision
 # their indices.
 RATIOS = tuple((100 - 5 * k) / 100 for k in range(17))
 HIGHER_RATIOS = tuple((18 - k) / 10 for k in range(8))
-# Of MXFP4's exponents the next one could only clip less than what clips nothing.
+# MXFP4's ratio 1.0 clips nothing; a larger exponent cannot help.
 _RATIOS_OF: dict[Format, tuple[float, ...]] = {
     "int": RATIOS,
     "mxfp4": (1.0, 0.5),
@@ -259,7 +259,7 @@ def rounded(
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`fake_quantize_with_scale` in as few steps as can be, without a look at its arguments: see `check`."""
+    """`fake_quantize_with_scale` of arguments that `check` has accepted; nothing is checked here."""
     grid = precision.grid
     x = _groups(weight, grid.grouping.shape(*weight.shape))
     scale, offset = _scales(x, precision, ratio)
@@ -377,7 +377,7 @@ def gptq(weight: Tensor, moment: Tensor, bits: int, grid: Grid = _DEFAULT) -> Te
 def uniform(
     like: Tensor, seed: RoundingSeed = _FIRST, out: Tensor | None = None
 ) -> Tensor:
-    """Uniform float32 numbers in [0, 1) of the shape and on the device of a tensor, by `torch.rand`.
+    """Uniform float32 numbers in [0, 1) of the shape and on the device of a tensor, by `Tensor.uniform_`.
 
     The generator is seeded with 63 bits of the SHA-256 of seed, layer and step. So
     numbers are the same on one kind of device.
@@ -483,7 +483,7 @@ def exact_sum(terms: Tensor, largest: Tensor) -> Tensor:
 
     Each is multiplied by 2^k and cut off to an int64, where k is the largest number with
     which 2^62 cannot be reached: 62 - e - n, with 2^e above all of them and n the bit
-    length of their count. So at least 62 - n bits of the largest one count.
+    length of their count. So the largest number becomes an integer of at most 62 - n bits.
 
     Args:
         terms: float32 `[groups, count]`, not negative, of fewer than 2^31 numbers each.
@@ -562,7 +562,7 @@ def _mean(magnitude: Tensor, largest: Tensor, count: int | Tensor) -> Tensor:
 def _range(x: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
     """Find both ends of groups, float32 `[groups, 1]`, with 0 in between.
 
-    Of a symmetric grid the second is what its scale is made of: the largest magnitude,
+    For a symmetric grid the second is the number that gives the scale: the largest magnitude,
     with its sign for a full range.
     """
     low = x.amin(1, keepdim=True).float()

@@ -1,4 +1,4 @@
-"""How a kernel of Triton is used: tried out at first, and given up for plain PyTorch where it does not work."""
+"""How Triton kernels are used: tried out at first use, and given up for plain PyTorch where they do not work."""
 
 import importlib
 import logging
@@ -13,8 +13,6 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-# Why a variant is given up.
-DIFFERS = "at first use, it gives other numbers than plain PyTorch"
 # Whether variants of kernels work, once they were tried out.
 works: dict[tuple[Any, ...], bool] = {}
 
@@ -65,8 +63,33 @@ def give_up(variant: tuple[Any, ...], reason: str | Exception) -> None:
 
 @cache
 def kernels(name: str) -> ModuleType:
-    """A module of `kernels`; it needs Triton, which is for a GPU or for its interpreter from then on."""
+    """Import a module of `kernels`; it needs Triton. The first import decides whether kernels are interpreted."""
     return importlib.import_module(f"{__package__}.kernels.{name}")
+
+
+def works_at(variant: tuple[Hashable, ...], is_right: Callable[[], bool]) -> bool:
+    """Whether a variant of a kernel works, found out at its first use.
+
+    Args:
+        variant: What one compiled kernel is for; a device first.
+        is_right: Whether it gives the numbers of plain PyTorch.
+
+    Raises:
+        torch.OutOfMemoryError: The device has no room.
+    """
+    if variant not in works:
+        try:
+            if is_right():
+                works[variant] = True
+            else:
+                give_up(
+                    variant, "at first use, it gives other numbers than plain PyTorch"
+                )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            give_up(variant, error)
+    return works[variant]
 
 
 def attempt(
@@ -74,13 +97,7 @@ def attempt(
     is_right: Callable[[], bool],
     launch: Callable[[], _Result],
 ) -> _Result | None:
-    """Launch a kernel.
-
-    Args:
-        variant: What one compiled kernel is for; a device first.
-        is_right: Asked before its first launch: whether the kernel gives the numbers of
-            plain PyTorch.
-        launch: Launches it.
+    """Launch a kernel whose variant works; see `works_at`.
 
     Returns:
         What the launch gives; None where the variant does not work, which one warning
@@ -89,16 +106,12 @@ def attempt(
     Raises:
         torch.OutOfMemoryError: The device has no room.
     """
-    if not works.get(variant, True):
+    if not works_at(variant, is_right):
         return None
     try:
-        if variant in works or is_right():
-            works[variant] = True
-            return launch()
+        return launch()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         give_up(variant, error)
         return None
-    give_up(variant, DIFFERS)
-    return None

@@ -10,7 +10,7 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from . import quantizer
 from .grid import Grid, PerChannel, Precision
 from .quantizer import RoundingSeed
-from .triton_launch import DIFFERS, available, give_up, kernels, works
+from .triton_launch import attempt, available, give_up, kernels, works_at
 
 # A thread holds 16 weights in registers, or 8 where it adds them up, chosen by counting
 # registers. A program of 256 threads holds whole groups of up to TILE weights, or a half of
@@ -181,8 +181,8 @@ class Launches:
 
     def __call__(
         self, jobs: Sequence[Job], memory: Sequence[Tensor | None] = ()
-    ) -> Filled | None:
-        """Quantize weights that are on one device; None where the kernel does not run there.
+    ) -> Filled:
+        """Quantize weights that are on one device, where kernels are available.
 
         Args:
             jobs: The weights.
@@ -192,8 +192,6 @@ class Launches:
         Raises:
             torch.OutOfMemoryError: The device has no room for the results.
         """
-        if not jobs or not available(jobs[0].weight.device):
-            return None
         key: list[Any] = [
             (weight.shape, weight.dtype, precision, dtype, blend > 0)
             for weight, precision, _, _, blend, dtype in jobs
@@ -201,7 +199,10 @@ class Launches:
         key.append(jobs[0].weight.device)
         planned = self._planned
         if planned is None or key != planned[0]:
-            planned = self._planned = key, _plan(jobs)
+            planned = self._planned = (
+                key,
+                _plan(jobs, [_form_that_works(job) for job in jobs]),
+            )
         return self._fill(jobs, memory or [None] * len(jobs), planned[1])
 
     def _fill(
@@ -318,13 +319,14 @@ def rounded(
     if available(weight.device):
         job = Job(weight, precision, ratio, seed, blend, dtype or weight.dtype)
         form = _form(job)
-        if form is not None and _is_tried(job, form, False):
-            try:
-                return _alone(job, form)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                give_up(_variant(job, form, False), error)
+        if form is not None:
+            found = attempt(
+                _variant(job, form, False),
+                functools.partial(_is_right, job, form, False),
+                functools.partial(_alone, job, form),
+            )
+            if found is not None:
+                return found
     return quantizer.rounded(weight, precision, ratio, seed, blend, dtype)
 
 
@@ -384,16 +386,13 @@ def _tried_length(length: int) -> int:
     return min(length, WIDEST + TILE + length % TILE)
 
 
-def _is_tried(job: Job, form: _Form, many: bool) -> bool:
-    """Whether a variant gives the numbers of `quantizer`, found out at its first use.
+def _is_right(job: Job, form: _Form, many: bool) -> bool:
+    """Whether a variant gives the numbers of `quantizer`.
 
     It is tried on rows that are hard to round, as long as those at hand, so that nothing
     is compiled for it alone. Quotients are codes and the halves between them, which show
     an error of one bit.
     """
-    variant = _variant(job, form, many)
-    if variant in works:
-        return works[variant]
     grid = replace(job.precision.grid, grouping=PerChannel())
     precision = grid.at(job.precision.bits)
     _, length = _groups(job.weight, job.precision.grid)
@@ -408,27 +407,26 @@ def _is_tried(job: Job, form: _Form, many: bool) -> bool:
     ratio = None if job.ratio is None else steps.abs().clamp(0.2, 1.0)
     hard_job = job._replace(weight=hard, precision=precision, ratio=ratio)
     expected, _ = quantizer.rounded(*hard_job)
-    # The launch below finds it among those that work.
-    works[variant] = True
-    try:
-        if many:
-            filled = Launches()([hard_job])
-            found = filled.values[0] if filled else None
-        else:
-            found, _ = rounded(*hard_job)
-    except BaseException:
-        del works[variant]
-        raise
-    if works[variant] and (found is None or not torch.equal(found, expected)):
-        give_up(variant, DIFFERS)
-    return works[variant]
+    hard_form = cast(_Form, _form(hard_job))
+    if not many:
+        return torch.equal(_alone(hard_job, hard_form)[0], expected)
+    plan = _plan([hard_job], [hard_form])
+    (found,) = Launches()._fill([hard_job], [None], plan).values
+    return found is not None and torch.equal(found, expected)
 
 
-def _plan(jobs: Sequence[Job]) -> _Plan:
-    forms = [_form(job) for job in jobs]
+def _form_that_works(job: Job) -> _Form | None:
+    form = _form(job)
+    if form is None:
+        return None
+    is_right = functools.partial(_is_right, job, form, True)
+    return form if works_at(_variant(job, form, True), is_right) else None
+
+
+def _plan(jobs: Sequence[Job], forms: Sequence[_Form | None]) -> _Plan:
     usable: list[tuple[int, Job, _Form]] = []
     for number, (job, form) in enumerate(zip(jobs, forms, strict=True)):
-        if form is not None and _is_tried(job, form, True):
+        if form is not None:
             usable.append((number, job, form))
     # The scales of groups that are taken in parts come first, as their marks do.
     usable.sort(key=lambda each: not each[2].is_long)

@@ -15,7 +15,7 @@ from model_zoo import arguments
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moq_hf import MoQCallback, MoQError, quantize_model, quantizer, triton_launch, triton_quant
+from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, quantizer, triton_launch, triton_quant
 from moq_hf.model.convert import check_scales, quant_layers
 from moq_hf.triton_quant import Filled, Job
 
@@ -448,3 +448,61 @@ def test_weights_whose_rows_are_no_rows_in_memory(
         found.append(gradients(model))
     assert launched == [9, 9] or launched == [8, 8]
     assert same(*found)
+
+
+def test_a_part_may_leave_the_quantized_model(launched: Launched) -> None:
+    model, x = net(), torch.ones(3, 8)
+    wanted = model(x)
+    dequantize_model(model.blocks[0])
+    assert torch.equal(model(x), wanted) and launched == [6, 4]
+    quantize_model(model.blocks[0], FIXED)
+    model(x)
+    # The part has passes of its own.
+    assert launched == [6, 4, 4, 2]
+
+
+def test_a_hook_that_only_reads_is_never_blamed(launched: Launched) -> None:
+    model, x = net(), torch.ones(3, 8)
+    layer = model.blocks[1][0]
+    handle = model.register_forward_pre_hook(lambda *_: layer.weight.norm())
+    model.left_out = {1}
+    model(x)
+    handle.remove()
+    layer.weight.data.mul_(2)
+    model.left_out = set()
+    model(x)
+
+
+def test_a_layer_that_is_called_after_an_interrupt_sees_what_has_changed(launched: Launched) -> None:
+    model, x = net(), torch.ones(3, 8)
+    layer = model.blocks[1][0]
+
+    def stop(block: Any, x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    model.run = stop
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    expected = quantizer.fake_quantize(layer.float_weight.detach(), 4, layer.moq.grid, ratio=layer.moq.ratio)
+    assert torch.equal(layer(x), F.linear(x, expected, layer.bias))
+
+
+def test_a_model_may_be_evaluated_when_it_is_float_again(tmp_path: Path) -> None:
+    model = hf.BertForSequenceClassification(hf.BertConfig(**BERT))
+    data = [{"input_ids": torch.randint(0, 60, (5,)), "labels": index % 2} for index in range(4)]
+    callback = MoQCallback({**FIXED, "prove": False})
+    args = arguments(tmp_path, max_steps=1)
+    trainer = hf.Trainer(model, args, train_dataset=data, eval_dataset=data, callbacks=[callback])
+    trainer.train()
+    before = trainer.evaluate()["eval_loss"]
+    dequantize_model(model)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-5)
+
+
+def test_gpt_2_s_layer_takes_its_argument_by_name() -> None:
+    config = hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=60, n_positions=16)
+    layer: Any = quantize_model(hf.GPT2Model(config), FIXED).h[0].mlp.c_fc
+    x = torch.randn(2, 32)
+    assert torch.equal(layer(x=x), layer(x))

@@ -1,1 +1,1 @@
-"""The Triton kernels, which `triton_quant` launches."""
+"""The Triton kernels. `triton_quant`, `triton_search` and `triton_inputs` launch them."""

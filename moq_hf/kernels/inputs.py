@@ -78,7 +78,7 @@ def round_all_kernel(
         code = _between(code, low - zero, high - zero)
         code = _round(code)
         if SCALE == "per_tensor":
-            # What a zero point was added to and taken from has no -0.
+            # Adding and subtracting a zero point turns -0 into 0.
             code = code + 0.0
         _store(Y_ptr, place, n_inputs, _rounded(code * scale, DTYPE))
 

@@ -16,7 +16,6 @@ from .triton import (
     _largest,
     _load,
 )
-from .triton import INTERPRETED as INTERPRETED
 
 # More than any sum of errors.
 _TOO_LARGE = constexpr(1 << 62)
@@ -88,7 +87,7 @@ def least_squares_kernel(
         chunks += (_load(X_ptr + rows * n_cols + place, place < n_cols),)
 
     if ends_ptr is None:
-        # The bits of numbers are in order as in `fake_quantize_kernel`.
+        # The bits of numbers are in order as in `_ends`.
         top = _bits(chunks[0], int32)
         bottom = _bits(chunks[0], uint32)
         for chunk in tl.static_range(1, CHUNKS):
@@ -124,7 +123,7 @@ def least_squares_kernel(
         scale = tl.where(tl.abs(scale) < 2.0**-126, 1.0, scale)
         scale = _as_stored(scale, SCALE_DTYPE if FORMAT == "int" else FORMAT)
         is_finite = tl.abs(scale) < float("inf")
-        # Between these ends weights are clipped, which no quotient leaves then.
+        # Weights are clipped to these ends, so no quotient is beyond the last code.
         first, last = low, high
         if not SYMMETRIC:
             zero = tl.div_rn(bottom * -ratio, scale)

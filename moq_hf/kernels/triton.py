@@ -280,12 +280,12 @@ def _rounded(
     divisor = tl.abs(scale) * shift
     inverse = tl.div_rn(1.0, divisor)
     if not SYMMETRIC:
-        # A code to which the zero point is not added has lower limits.
+        # The zero point is not added here, so the limits are lowered by it.
         zero = _divide(-bottom, divisor, shift, inverse)
         zero = _round(tl.clamp(zero, low, high))
         low, high = low - zero, high - zero
     elif noise is None:
-        # Codes of a negative scale's magnitude have the other sign.
+        # Dividing by a negative scale's magnitude flips the codes, so the limits swap.
         low, high = tl.where(scale < 0, -high, low), tl.where(scale < 0, -low, high)
         scale = tl.abs(scale)
     if noise is None and CODES == "int":
@@ -301,7 +301,7 @@ def _rounded(
         step = tl.where(far < 4, 1.0, tl.where(far < 8, 2.0, 4.0))
         code = _code(tl.div_rn(code, step), noise, low, high)
         code = tl.clamp(code * step, low, high)
-    # What a zero point was added to and taken from has no -0.
+    # Adding and subtracting a zero point turns -0 into 0.
     return code * scale if SYMMETRIC else tl.fma(code, scale, 0.0)
 
 

@@ -138,6 +138,8 @@ def prepare_model(
     weights = list(inventory.weights())
     kept = {*inventory.tied, *(name for name, *_ in weights)}
     for name, layer in quantized_layers(inventory.model).items():
+        # What watches a whole model, of which this one is a part, looks again.
+        layer.moq.passes.changes += 1
         if name not in kept:
             layer.release()
     experts: dict[nn.Module, dict[str, LayerState]] = {}
@@ -203,7 +205,16 @@ class WatchedPasses:
     def __init__(self, module: nn.Module, passes: PassWeights) -> None:
         self.module = module
         self.passes = passes
-        self.blocks: list[list[QuantLayer]] | None = _blocks(module)
+        self._find_blocks()
+
+    def _find_blocks(self) -> None:
+        layers = quant_layers(self.module).items()
+        # A part may have been quantized by itself.
+        own = {name: x for name, x in layers if x.moq.passes is self.passes}
+        names = Inventory.of(self.module).blocks(own).values()
+        self.blocks: list[list[QuantLayer]] | None
+        self.blocks = [[own[name] for name in block] for block in names]
+        self._changes = self.passes.changes
 
     def __getstate__(self) -> dict[str, Any]:
         # A part of a model is copied without the layers around it.
@@ -214,19 +225,14 @@ class WatchedPasses:
         if module is not self.module:
             # A replica of DataParallel has weights of its own.
             return
-        if self.blocks is None and not torch.compiler.is_compiling():
-            self.blocks = _blocks(module)
+        is_stale = self.blocks is None or self._changes != self.passes.changes
+        if is_stale and not torch.compiler.is_compiling():
+            self._find_blocks()
         self.passes.begin(module, self.blocks or [])
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """As a forward hook."""
         self.passes.end(module, has_failed=output is None)
-
-
-def _blocks(module: nn.Module) -> list[list[QuantLayer]]:
-    layers = quant_layers(module)
-    names = Inventory.of(module).blocks(layers).values()
-    return [[layers[name] for name in block] for block in names]
 
 
 def _watch_passes(model: nn.Module, passes: PassWeights | None) -> None:

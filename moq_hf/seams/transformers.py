@@ -939,7 +939,7 @@ def is_transformed() -> bool:
 
 
 def has_hooks(weight: Tensor) -> bool:
-    """Whether a hook of Python's waits for the gradient of a weight.
+    """Whether a Python hook waits for the gradient of a weight.
 
     Relies on: `_backward_hooks` and `_post_accumulate_grad_hooks` of a tensor, which are
     None until there is one.
@@ -965,7 +965,7 @@ def remove_forward_hooks(module: nn.Module, owner: type[Any]) -> None:
 
     Relies on: `_forward_pre_hooks` and `_forward_hooks`, and that numbers of hooks that are
     gone do no harm in the other dictionaries.
-    Breaks: A model that is quantized anew tells two of its passes.
+    Breaks: After a second quantization two `PassWeights` hear of each pass.
     """
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in tuple(hooks.items()):
@@ -976,8 +976,9 @@ def remove_forward_hooks(module: nn.Module, owner: type[Any]) -> None:
 def with_gradient_of(input: Tensor, values: Tensor) -> Tensor | None:
     """`values` as if an identity had made them of `input`: the gradient goes to it as it is, without a line of Python.
 
-    They must have its shape, dtype and device, and memory of their own. None where
-    something sees single operations, to which an identity would be all that there is.
+    They must have its shape, dtype and device, and memory of their own. None under
+    tracing, transforms and dispatch modes, which record operations and would see only
+    the identity.
 
     Relies on: `aten::_unsafe_view`, whose result has a gradient and is no view for
     autograd, so that it does not keep its input; and `Tensor.data`, which takes other

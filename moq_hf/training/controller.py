@@ -105,6 +105,7 @@ class MoQController:
         self.layers, self.embeddings = prepare_model(self.inventory, self.config)
         for layer in self.all_layers.values():
             layer.moq.has_controller = True
+            self._passes = layer.moq.passes
         self.sizes = ModelSizes(self.inventory, self.all_layers)
         self._chooser: Chooser | None = None
         if config.budget is not None:
@@ -236,9 +237,9 @@ class MoQController:
         self.sensitivity.samples.clear()
         return self.sensitivity.values if self.config.eigenvalue.enabled else None
 
-    def evaluates(self, does: bool) -> None:
+    def set_evaluating(self, is_evaluating: bool) -> None:
         """Say whether the Trainer is in an evaluation, in which nothing changes a weight."""
-        next(iter(self.layers.values())).moq.passes.evaluates(does)
+        self._passes.set_evaluating(is_evaluating)
 
     def skip(self) -> None:
         """Stay where the schedule is, after a step that the gradient scaler skipped.
