@@ -158,6 +158,9 @@ class PassWeights:
         if self.traced_by is not None and not is_running(self.traced_by):
             # So did a pass that torch.compile traced.
             self._end_trace()
+        if torch.is_grad_enabled() and self._held:
+            # An optimizer's step may follow, of which nothing tells.
+            self._held = {}
         current = _Pass(module, self._held if self._is_held() else {}, [], [])
         self._passes[thread] = current
         if blocks and triton_launch.available(blocks[0][0].float_weight.device):
@@ -185,7 +188,16 @@ class PassWeights:
             if has_failed:
                 state.awaits_call = False
             elif torch.is_grad_enabled():
-                state.is_always_called &= not state.awaits_call
+                self._judge(state)
+
+    @staticmethod
+    def _judge(state: State) -> None:
+        """Learn from a pass with gradients whether the next one may count on a call of the layer."""
+        if state.awaits_call:
+            # The gradient of a block would call hooks of the weight, with None.
+            state.is_always_called = False
+        elif state.is_always_called is not False:
+            state.is_always_called = state.was_taken or None
 
     def take(self, state: State, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The quantized weight of a layer where the pass that is under way has it, or somebody holds it; else None.
@@ -221,6 +233,7 @@ class PassWeights:
             or (made.sources is not None and made.sources != state.sources(weight)[0])
         ):
             return None
+        state.was_taken = True
         return quantized
 
     def keep(
@@ -290,16 +303,19 @@ class PassWeights:
     def _fill(self, current: _Pass, blocks: Sequence[Sequence[Layer]]) -> None:
         """Make the weights of a pass that a kernel can make, in as few launches as there are forms of them."""
         wanted = self._wanted(current, blocks)
-        by_block: dict[int, list[tuple[_Wanted, Tensor]]] = {}
+        by_block: dict[Any, list[tuple[_Wanted, Tensor]]] = {}
         for each, quantized in zip(wanted, self._launched(wanted), strict=True):
             if quantized is None:
                 continue
             each.state.awaits_call = True
+            each.state.was_taken = False
             current.filled.append(each.state)
             if each.block is None:
                 self.keep(each.state, each.weight, each.dtype, quantized)
             else:
-                by_block.setdefault(each.block, []).append((each, quantized))
+                # A Function is computed on one device.
+                key = each.block, each.weight.device
+                by_block.setdefault(key, []).append((each, quantized))
         for made in by_block.values():
             weights = [each.weight for each, _ in made]
             results = straight_through_block(weights, [result for _, result in made])

@@ -111,8 +111,10 @@ class LayerState:
             for that; see `MergedLora`.
         passes: The quantized weights of the model's passes, shared with its other layers.
         read_dtype: The dtype in which a forward pass last multiplied with the weight.
+        is_tied: Whether another layer has the same weight.
         is_always_called: Whether every pass with gradients that made the weight ahead
-            also called the layer.
+            also called the layer; None until one has shown it.
+        was_taken: Whether the layer took what was last made ahead.
         awaits_call: Whether the last pass that made the weight ahead has not called the
             layer; it is not made ahead again until the layer is called.
     """
@@ -135,7 +137,9 @@ class LayerState:
     lora: Any = field(default=None, repr=False)
     passes: PassWeights = field(default_factory=PassWeights, repr=False)
     read_dtype: torch.dtype = torch.float32
-    is_always_called: bool = True
+    is_tied: bool = False
+    is_always_called: bool | None = None
+    was_taken: bool = False
     awaits_call: bool = False
 
     def __post_init__(self) -> None:
@@ -186,14 +190,18 @@ class LayerState:
         if is_sharded(weight) or not in_forward():
             return weight
         try:
-            is_traced = torch.compiler.is_compiling() and not is_exporting()
-            if is_traced or is_experts(self.kind):
+            if torch.compiler.is_compiling() and not is_exporting():
+                return self.quantized_weight(weight, weight.dtype)
+            is_hook = not is_exporting() and in_pre_hook()
+            if is_experts(self.kind) and not is_hook:
                 return self.quantized_weight(weight, weight.dtype)
             self.used = True
             if self.bits == FLOAT_BITS or weight.is_meta:
                 return self.merged(weight)
             quantized = self._computed(weight, weight.dtype)
-            if not is_exporting() and in_pre_hook():
+            if self.lent is not None:
+                self._check_lent(weight)
+            if is_hook:
                 self.lent = quantized, self.sources(weight)[0]
                 self.passes.lend(self)
             return quantized
@@ -273,7 +281,7 @@ class LayerState:
         Args:
             rows: `[..., embedding_dim]`, with a graph where the table is trained.
         """
-        matrix = rows.flatten(0, -2)
+        matrix = rows.reshape(-1, rows.shape[-1])
         if torch.compiler.is_compiling():
             (made,) = quantized_in_graph([matrix.detach()], ~self.numbers, rows.dtype)
             return straight_through(rows, made.view_as(rows))
@@ -323,11 +331,13 @@ class LayerState:
 
     def may_be_made_ahead(self, weight: Tensor | None) -> bool:
         """Whether a pass may make the quantized weight when it begins."""
-        return (
-            self.bits != FLOAT_BITS
-            and self.config.kernel is not False
-            and self.may_be_traced_ahead(weight)
-        )
+        if weight is None or self.bits == FLOAT_BITS or self.config.kernel is False:
+            return False
+        # Gradients of a tied weight are added in the order of its uses, and a weight with
+        # a graph may be computed anew by a hook.
+        if self.is_tied or weight.grad_fn is not None:
+            return False
+        return self.may_be_traced_ahead(weight)
 
     def may_be_traced_ahead(self, weight: Tensor | None) -> bool:
         """Whether a compiled graph may make the quantized weight at its head, whatever the bits are."""

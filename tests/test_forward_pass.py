@@ -1,6 +1,8 @@
 """A pass that makes all its quantized weights when it begins: with a kernel that is plain PyTorch, on a CPU."""
 
+import contextlib
 import copy
+import inspect
 import io
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ import transformers as hf
 from model_zoo import arguments
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, quantizer, triton_launch, triton_quant
 from moq_hf.model.convert import check_scales, quant_layers
@@ -506,3 +509,89 @@ def test_gpt_2_s_layer_takes_its_argument_by_name() -> None:
     layer: Any = quantize_model(hf.GPT2Model(config), FIXED).h[0].mlp.c_fc
     x = torch.randn(2, 32)
     assert torch.equal(layer(x=x), layer(x))
+
+
+def hooked_node(weight: Tensor) -> list[Any]:
+    """What a hook of the node that adds up a weight's gradient, as DDP and DeepSpeed have it, is called with."""
+    calls: list[Any] = []
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node.register_hook(lambda *grads: calls.append(weight.grad is None))
+    calls.append(node)
+    return calls
+
+
+def test_a_layer_that_is_never_called_has_no_node_in_a_graph(launched: Launched) -> None:
+    model = net()
+    model.left_out = {1}
+    calls = hooked_node(model.blocks[1][0].weight)
+    for _ in range(3):
+        model(torch.ones(3, 8)).sum().backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("change", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_that_hooks_compute_train_on(launched: Launched, change: Any) -> None:
+    model = net()
+    with pytest.warns(FutureWarning) if change is nn.utils.weight_norm else contextlib.nullcontext():
+        change(model.blocks[0][0])
+    for _ in range(3):
+        model(torch.ones(3, 8)).sum().backward()
+
+
+def test_a_hook_in_a_fresh_process_leaves_those_of_a_pickle_alone(launched: Launched) -> None:
+    model = net()
+    model.__class__, model.run = Plain, None
+    file = io.BytesIO()
+    torch.save(model, file)
+    number = RemovableHandle.next_id
+    try:
+        RemovableHandle.next_id = 0
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+        assert RemovableHandle.next_id > max(other._forward_hooks)
+    finally:
+        RemovableHandle.next_id = max(number, RemovableHandle.next_id)
+
+
+def test_a_mask_on_experts_is_told() -> None:
+    config = hf.MixtralConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=60, num_local_experts=2,
+    )  # fmt: skip
+    model = quantize_model(hf.MixtralForCausalLM(config), FIXED)
+    experts = model.model.layers[0].mlp.experts
+    experts.register_forward_pre_hook(lambda module, args: multiplied_experts(module))
+    with pytest.raises(MoQError, match=r"a forward pre-hook has written to .*gate_up_proj"):
+        model(torch.ones(1, 4, dtype=torch.long))
+
+
+def multiplied_experts(module: Any) -> None:
+    with torch.no_grad():
+        module.gate_up_proj.mul_(0.5)
+
+
+def test_what_no_pass_calls_may_hold_anything(launched: Launched) -> None:
+    model = net()
+    model.left_out = {1}
+    with torch.no_grad():
+        model.blocks[1][0].float_weight[0, 0] = torch.nan
+    model(torch.ones(3, 8))
+    check_scales(quant_layers(model))
+    model.left_out = set()
+    model(torch.ones(3, 8))
+    with pytest.raises(MoQError, match=r"NaN or Inf in blocks\.1\.0\.weight"):
+        check_scales(quant_layers(model))
+
+
+def test_generate_is_described_as_the_model_s(launched: Launched) -> None:
+    config = hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=60, n_positions=16)
+    plain = hf.GPT2LMHeadModel(config)
+    expected = inspect.signature(plain.generate)
+    quantized = quantize_model(plain, FIXED)
+    assert inspect.signature(quantized.generate) == expected
+    assert quantized.generate.__func__ is hf.GPT2LMHeadModel.generate
+
+
+def test_a_single_index_is_looked_up() -> None:
+    model: Any = quantize_model(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 2)), {**FIXED, "embeddings": 4})
+    assert torch.equal(model[0](torch.tensor(4)), model[0](torch.tensor([4]))[0])

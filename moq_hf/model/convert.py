@@ -1,6 +1,7 @@
 """Make the layers of a model quantized ones, and plain ones again."""
 
 import contextlib
+import inspect
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -172,6 +173,7 @@ def prepare_model(
     modules: Mapping[str, Any] = inventory.modules
     for name, owner in inventory.tied.items():
         # Layers that share a weight share its state.
+        modules[owner].moq.is_tied = True
         _quantized_layer(modules[name], modules[owner].moq)
     for module, states in experts.items():
         make_quantized(module, states)
@@ -206,6 +208,11 @@ class WatchedPasses:
         self.module = module
         self.passes = passes
         self._find_blocks()
+        # Where a pickle is loaded they keep their numbers from other hooks.
+        self.handles = (
+            module.register_forward_pre_hook(self.begin, prepend=True),
+            module.register_forward_hook(self.end, always_call=True),
+        )
 
     def _find_blocks(self) -> None:
         layers = quant_layers(self.module).items()
@@ -244,9 +251,7 @@ def _watch_passes(model: nn.Module, passes: PassWeights | None) -> None:
         if passes is None:
             continue
         if module is model or isinstance(module, PreTrainedModel):
-            watched = WatchedPasses(module, passes)
-            module.register_forward_pre_hook(watched.begin, prepend=True)
-            module.register_forward_hook(watched.end, always_call=True)
+            WatchedPasses(module, passes)
         if isinstance(module, PreTrainedModel) and module.can_generate():
             vars(module).setdefault("generate", HeldGenerate(module, passes))
 
@@ -261,10 +266,19 @@ class HeldGenerate:
         self.model = model
         self.passes = passes
 
+    @property
+    def __func__(self) -> Any:
+        return type(self.model).generate  # type: ignore[attr-defined]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.__func__)
+        return signature.replace(parameters=[*signature.parameters.values()][1:])
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the `generate` of the model's class."""
         with self.passes.hold():
-            return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
+            return self.__func__(self.model, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -394,7 +408,11 @@ def check_scales(layers: Mapping[str, QuantLayer]) -> None:
         # Those of a launch are in one buffer.
         for buffer, places in passes.scales_of_launches():
             if not (buffer.abs() <= min(map(_limit, places))).all():
-                scales += [(state, buffer[place]) for state, place in places.items()]
+                scales += [
+                    (state, buffer[place])
+                    for state, place in places.items()
+                    if not state.awaits_call
+                ]
     for state in by_state:
         if state.scale is not None and not state.scale.is_meta:
             scales.append((state, state.scale))
