@@ -375,22 +375,6 @@ def gpu_kernels() -> list[list[Any]]:
     return [["weights of BERT-base", "over a copy"], *([name, f"{measured[what]:.1f}"] for what, name in names.items())]
 
 
-def host_operations() -> list[list[Any]]:
-    """What a step asks of the host, over the number of quantized layers; the launch of the kernel does nothing."""
-    names = {
-        "operators": "PyTorch operators",
-        "launches": "launches",
-        "python_calls": "Python calls",
-        "microseconds": "CPU time, us",
-    }
-    measured = document("host_operations")
-    body = [
-        [arm, *(f"{counts[what] / measured['quantized_layers']:.0f}" for what in names)]
-        for arm, counts in measured["step"].items()
-    ]
-    return [["for each quantized layer", *names.values()], *body]
-
-
 STEPS_ON_A_GPU = ("gpu_steps", "gpu")  # The second machine has the slower processor.
 
 
@@ -719,7 +703,6 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "step time": step_time,
     "gpu kernels": gpu_kernels,
     "gpu steps": gpu_steps,
-    "host operations": host_operations,
     "sizes": sizes,
     "answers": answers,
     "speeds": speeds,

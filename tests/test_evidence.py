@@ -376,7 +376,17 @@ def test_what_speed_says_outside_of_its_tables() -> None:
     assert f"a folder of {run['file_bytes'] / 1e9:.2f} GB" in text and run["table"] == 8
     assert f"for a Llama of {pack['parameters'] / 1e9:.2f} billion weights" in text and pack["processes"] == 4
     assert f"in {run['cpu_seconds']:.0f} seconds of CPU time and {run['peak_bytes'] / 1e9:.2f} GB of memory" in text
-    assert f"with the {result('host_operations')['quantized_layers']} quantized layers of BERT-base" in text
+    counted = result("host_operations")
+    layers, step = counted["quantized_layers"], counted["step"]
+    asked = {
+        arm: [f"{counts[what] / layers:.0f}" for what in ("launches", "python_calls")] for arm, counts in step.items()
+    }
+    ahead, one_by_one = asked["weights made ahead"], asked["weights made layer by layer"]
+    assert f"for each of BERT-base's {layers} quantized layers a step under bfloat16 autocast asks of the host" in text
+    assert (
+        f"the host {ahead[0]} launches and {ahead[1]} Python calls; in float {' and '.join(asked['float'])}, " in text
+    )
+    assert f"with a launch a layer {' and '.join(one_by_one)}." in text
     ratios = [[float(cell) for cell in row[1:]] for row in results_page.step_time()[1:] if row[0].startswith("moq_hf")]
     plain, stochastic = (ratios[:3] + ratios[4:], ratios[3])
     least, most = min(map(min, plain)), max(map(max, plain))
@@ -401,9 +411,6 @@ def figures(section: str, name: str = "gpu") -> dict[str, Any]:
 
 def test_what_is_said_of_a_gpu() -> None:
     text, runs = results_text("speed"), [figures("steps", name) for name in results_page.STEPS_ON_A_GPU]
-    plain = [{rows: steps[f"BERT-base, {rows} x 128: a plain step"] for rows in (8, 32, 64)} for steps in runs]
-    quick, slow = (f"{min(each.values()):.0f} to {max(each.values()):.0f}" for each in plain)
-    assert f"a float step of 8 to 64 rows takes {quick} ms, or {slow} on the slower processor." in text
     llama = "Llama-1B, 4 x 1024, 4 bits per channel"
     slower, searching = (
         " to ".join(f"{100 * steps[f'{llama}: {what}'] - 100:.0f}" for steps in runs)
