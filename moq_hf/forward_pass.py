@@ -37,7 +37,7 @@ from .seams.transformers import (
     uses_deepspeed,
 )
 from .straight_through import straight_through_block
-from .weight_matrix import is_in_rows
+from .weight_matrix import is_in_rows, to_rows
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -92,10 +92,18 @@ class _Wanted(NamedTuple):
     own: Tensor | None = None
     block: int | None = None
 
+    @property
+    def memory(self) -> Tensor | None:
+        """Its own memory as the matrix that a kernel may write; None where there is none that lies so."""
+        kind = self.state.kind
+        if self.own is None or not is_in_rows(kind):
+            return None
+        return to_rows(self.own.detach(), kind)
+
     def result(self, values: Tensor) -> Tensor:
         """The quantized weight, from the matrix that a kernel made."""
-        if values is self.own:
-            return values
+        if self.own is not None and values.data_ptr() == self.own.data_ptr():
+            return self.own
         quantized: Tensor = self.state.shaped(values, self.weight)
         if self.own is None:
             return quantized
@@ -363,7 +371,7 @@ class PassWeights:
             those = [wanted[index] for index in indices]
             filled = self._launches[device](
                 [each.state.job(each.weight, each.dtype) for each in those],
-                [each.own if is_in_rows(each.state.kind) else None for each in those],
+                [each.memory for each in those],
             )
             scales: dict[State, slice] = {}
             for index, each, values, place in zip(

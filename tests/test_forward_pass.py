@@ -595,3 +595,36 @@ def test_generate_is_described_as_the_model_s(launched: Launched) -> None:
 def test_a_single_index_is_looked_up() -> None:
     model: Any = quantize_model(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 2)), {**FIXED, "embeddings": 4})
     assert torch.equal(model[0](torch.tensor(4)), model[0](torch.tensor([4]))[0])
+
+
+def mixtral() -> nn.Module:
+    config = hf.MixtralConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=60, num_local_experts=4, num_experts_per_tok=1,
+    )  # fmt: skip
+    return hf.MixtralForCausalLM(config)
+
+
+def convolutions() -> nn.Module:
+    layers = [nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 2)]
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("make", [mixtral, convolutions])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_more_than_two_dimensions(
+    launched: Launched, without_kernel: Callable[[], None], make: Callable[[], nn.Module], dtype: torch.dtype
+) -> None:
+    inputs: Any = torch.randint(0, 60, (2, 5)) if make is mixtral else torch.randn(2, 3, 5, 5)
+    found = []
+    for alone in (False, True):
+        if alone:
+            without_kernel()
+        torch.manual_seed(0)
+        model = quantize_model(make(), bits=4, convolutions=make is convolutions)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
+                output = model(inputs)
+            (output.logits if make is mixtral else output).float().square().sum().backward()
+        found.append(gradients(model))
+    assert len(launched) == 3 and min(launched) >= 2 and same(*found)
