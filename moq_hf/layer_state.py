@@ -176,8 +176,8 @@ class LayerState:
     def read(self, weight: Tensor) -> Tensor:
         """What reading a parameter gives: in a forward pass the quantized weight, in the parameter's dtype.
 
-        Each reader gets memory of its own, but for experts, whose parameters are read by
-        nobody but their own forward pass.
+        Each reader gets memory of its own. Only the forward pass of experts, which reads
+        their parameters once, gets what the pass holds.
 
         Args:
             weight: The parameter, or the tensor that replaces it.

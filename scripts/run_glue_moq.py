@@ -271,13 +271,12 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
     metric = load_metric(data_args.task_name or ("mse" if labels.names is None else "accuracy"))
     collator = _collator(data_args, tokenizer, config, length)
 
-    def build(arguments: Any, quantization: "MoQConfig | None") -> MoQTrainer:
+    def build(arguments: Any, quantization: "MoQConfig | None", kind: Any = MoQTrainer) -> Any:
         # The same first weights and the same order of the data, whatever ran before.
         set_seed(arguments.seed)
-        named = quantization is not None and quantization.distillation.teacher is not None
-        hub = {"cache_dir": model_args.cache_dir, "token": model_args.token}
+        own = _own_arguments(model_args, quantization) if kind is MoQTrainer else {}
         try:
-            return MoQTrainer(
+            return kind(
                 model=load_model(model_args, config),
                 args=arguments,
                 train_dataset=encoded.get("train"),
@@ -285,9 +284,7 @@ def run(model_args: ModelArguments, data_args: DataTrainingArguments, args: "Tra
                 compute_metrics=_compute_metrics(metric, labels, task),
                 processing_class=tokenizer,
                 data_collator=collator,
-                moq_config=quantization,
-                teacher_init_kwargs=hub if named else None,
-                float_first=model_args.float_first if quantization is not None else None,
+                **own,
             )
         except OSError as err:
             # The Trainer makes the output folder and, for an upload, the repository.
@@ -435,13 +432,25 @@ def _check_head(model_args: ModelArguments, config: "PreTrainedConfig", count: i
         )
 
 
+def _own_arguments(model_args: ModelArguments, quantization: "MoQConfig | None") -> dict[str, Any]:
+    """What a MoQTrainer takes beyond a Trainer."""
+    if quantization is None:
+        return {}
+    own: dict[str, Any] = {"moq_config": quantization, "float_first": model_args.float_first}
+    if quantization.distillation.teacher is not None:
+        own["teacher_init_kwargs"] = {"cache_dir": model_args.cache_dir, "token": model_args.token}
+    return own
+
+
 def train_baseline(build: Any, args: "TrainingArguments", encoded: Mapping[str, "Dataset"]) -> dict[str, Any]:
     """Train and evaluate in float with the same seed, in the folder `float` of the output folder; give the figures."""
+    from transformers import Trainer
+
     arguments = copy.copy(args)
     arguments.output_dir = str(Path(args.output_dir, "float"))
     arguments.save_strategy, arguments.load_best_model_at_end, arguments.push_to_hub = "no", False, False
     logger.info("--float_baseline: first the same training without quantization")
-    trainer = build(arguments, None)
+    trainer = build(arguments, None, Trainer)
     train(trainer, encoded["train"], None)
     results = evaluate_all(trainer, encoded)
     logger.info("now with quantization")
