@@ -158,13 +158,6 @@ def rates() -> list[list[Any]]:
     return found
 
 
-def at_other_rates() -> dict[int, float]:
-    """What float without dropout gains at the rates that were ahead with seed 1, by further seeds."""
-    other = in_float32(FLOAT_NO_DROPOUT)._replace(rates={"sst2": 1e-4, "cola": 5e-5, "mrpc": 5e-5})
-    ours, theirs = (average(ALL, ways) for ways in (other, in_float32(FLOAT_NO_DROPOUT)))
-    return {seed: ours[seed] - theirs[seed] for seed in ours}
-
-
 def grids() -> list[list[Any]]:
     """Float models with dropout rounded on each grid, in points against them, on the mean of three tasks."""
     found: list[list[Any]] = [["scales", *(f"{bits} bits" for bits in BITS)]]
@@ -177,19 +170,6 @@ def rounded_to(groups: str, bits: int) -> str:
     """Points of a rounded model against the same in float, on the mean of three tasks; nothing of a single seed."""
     own = average(ALL, ROUNDED._replace(groups=groups), bits)
     return paired(own, average(ALL, LONG)) if len(own) > 1 else ""
-
-
-def tables_at_8_bits() -> list[float]:
-    """What rounding the tables to 8 bits too adds to the score of each rounded model, in points."""
-    found = []
-    for task in TWO:
-        for bits in (8, *BITS):
-            plain, coarse = (
-                scores(task, in_float32(ROUNDED)._replace(groups=groups), bits)
-                for groups in ("per channel, full", glue_plans.TABLES)
-            )
-            found += [coarse[seed] - plain[seed] for seed in plain.keys() & coarse.keys()]
-    return found
 
 
 class Change(NamedTuple):
@@ -226,6 +206,11 @@ def varied(text: str, more: str, against: Ways, groups: str = "per channel, full
     return Change(text, at(ways, 2), ALL, against, ahead_everywhere)
 
 
+def at_2(text: str, ways: Ways, against: Ways, tasks: tuple[str, ...] = TWO) -> Change:
+    """An arm at 2 bits alone."""
+    return Change(text, at(ways, 2), tasks, against)
+
+
 PRETRAINED, FALLING = old("basic QAT"), old("MoQ")
 CHANGES = {
     "the recipe with dropout in both halves": (
@@ -239,39 +224,27 @@ CHANGES = {
         Change("bits by layer, chosen by divergence", at(Ways("3 bits on average by divergence, float first"), 3)),
         Change("the mean of the last quarter's weights", at(taught(", the mean of the last quarter's weights"), 2)),
         Change("groups of 64", at(taught(groups="groups of 64, full"), 2), TWO),
-        Change("no dropout beside the teacher", at(HALF_DROPOUT_ON_CPU, 2), TWO, in_float32(MOQ_HF)),
+        at_2("no dropout beside the teacher", HALF_DROPOUT_ON_CPU, in_float32(MOQ_HF)),
     ),
     "the recipe with dropout in its float half": (
-        Change(
+        at_2(
             "a start from GPTQ's rounding",
-            at(HALF_DROPOUT_ON_CPU._replace(groups=glue_plans.FROM_GPTQ), 2),
-            TWO,
+            HALF_DROPOUT_ON_CPU._replace(groups=glue_plans.FROM_GPTQ),
             HALF_DROPOUT_ON_CPU,
         ),
-        Change("no teacher", at(in_float32(taught(", no teacher", dropout=False)), 2), TWO, HALF_DROPOUT_ON_CPU),
-        Change(
-            "no hidden states",
-            at(in_float32(taught(", 0 times the hidden states", dropout=False)), 2),
-            TWO,
-            HALF_DROPOUT_ON_CPU,
-        ),
+        at_2("no teacher", in_float32(taught(", no teacher", dropout=False)), HALF_DROPOUT_ON_CPU),
+        at_2("no hidden states", in_float32(taught(", 0 times the hidden states", dropout=False)), HALF_DROPOUT_ON_CPU),
     ),
     "the recipe as it is, without dropout": (
         Change("dropout in the float half", at(HALF_DROPOUT, *BITS), ALL, NO_DROPOUT, ahead_everywhere),
         Change("basic QAT for all steps", at(BASIC._replace(dropout=False), *BITS), ALL, NO_DROPOUT, ahead_everywhere),
-        Change("groups of 32", at(NO_DROPOUT_ON_CPU._replace(groups="groups of 32, full"), 2), TWO, NO_DROPOUT_ON_CPU),
-        Change(
+        at_2("groups of 32", NO_DROPOUT_ON_CPU._replace(groups="groups of 32, full"), NO_DROPOUT_ON_CPU),
+        at_2(
             "scales searched every 10 steps",
-            at(NO_DROPOUT_ON_CPU._replace(groups=glue_plans.SEARCHED_MORE), 2),
-            TWO,
+            NO_DROPOUT_ON_CPU._replace(groups=glue_plans.SEARCHED_MORE),
             NO_DROPOUT_ON_CPU,
         ),
-        Change(
-            "scales searched once",
-            at(NO_DROPOUT_ON_CPU._replace(groups=glue_plans.SEARCHED_ONCE), 2),
-            TWO,
-            NO_DROPOUT_ON_CPU,
-        ),
+        at_2("scales searched once", NO_DROPOUT_ON_CPU._replace(groups=glue_plans.SEARCHED_ONCE), NO_DROPOUT_ON_CPU),
         varied("the teacher's relations too", ", relations", NO_DROPOUT),
         varied("hardened: blended in over the first half", ", hardened over the first half", NO_DROPOUT),
     ),
@@ -288,21 +261,14 @@ CHANGES = {
     "basic QAT from the pretrained model": (
         Change("bits that fall from 8", at(FALLING, *BITS), against=PRETRAINED),
         Change("a float model as start and teacher", at(old("basic QAT, taught"), *BITS), against=PRETRAINED),
-        Change("a float model as start alone", at(old("basic QAT, float start alone"), 2), ONE, PRETRAINED),
-        Change(
-            "quantization blended in over 75 steps", at(old("2 bits at once, blend of 75 steps"), 2), ONE, PRETRAINED
-        ),
-        Change(
-            "gradients scaled by element",
-            at(old("basic QAT, gradients scaled element-wise by 0.5"), 2),
-            ONE,
-            PRETRAINED,
-        ),
+        at_2("a float model as start alone", old("basic QAT, float start alone"), PRETRAINED, ONE),
+        at_2("quantization blended in over 75 steps", old("2 bits at once, blend of 75 steps"), PRETRAINED, ONE),
+        at_2("gradients scaled by element", old("basic QAT, gradients scaled element-wise by 0.5"), PRETRAINED, ONE),
     ),
     "bits that fall from 8, from the pretrained model": (
         Change("sensitive blocks later, by eigenvalue", at(old("MoQ, eigenvalues"), 3, 2), ONE, FALLING),
         Change("stochastic rounding", at(old("MoQ, stochastic"), 3), ONE, FALLING),
-        Change("Adam's averages reset at drops", at(old("MoQ, averages reset at each drop"), 2), ONE, FALLING),
+        at_2("Adam's averages reset at drops", old("MoQ, averages reset at each drop"), FALLING, ONE),
     ),
 }
 
@@ -402,18 +368,14 @@ def language_model() -> list[list[Any]]:
     return cells_of(perplexity.summary(Lines(RESULTS / "perplexity.jsonl").lines).splitlines())
 
 
-def merged_lora(tasks: Iterable[str] = ("sst2", "sft")) -> list[list[Any]]:
+def merged_lora() -> list[list[Any]]:
     """Scores of merged LoRA by task and bits, and what other ways differ from them."""
-    measures = {
-        "sst2": ("SST-2, accuracy", "accuracy"), "sft": ("SFT, perplexity", "perplexity"),
-        "dpo": ("DPO, accuracy", "accuracy"),
-    }  # fmt: skip
+    measures = {"sst2": ("SST-2, accuracy", "accuracy"), "sft": ("SFT, perplexity", "perplexity")}
     ways = ("beside", "rounded", "full")
     # Learning rates were chosen with seed 10.
     lines = [line for line in lines_of("lora") if line.get("seed", 10) != 10]
     found: list[list[Any]] = [["task", "bits", "merged", *ways]]
-    for task in tasks:
-        name, metric = measures[task]
+    for task, (name, metric) in measures.items():
         for bits in BITS:
             own = [line for line in lines if (line["task"], line["bits"]) == (task, bits)]
             if not own:
