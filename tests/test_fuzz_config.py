@@ -1,14 +1,13 @@
 """Config files that nobody would write: a config or one `MoQConfigError`, and nothing else."""
 
 import json
-import os
 from pathlib import Path
 
 import fuzz_config
 import pytest
+from long_tests import LONG
 from repo import ROOT
 
-LONG = pytest.mark.skipif("MOQ_HF_LONG_TESTS" not in os.environ, reason="minutes; set MOQ_HF_LONG_TESTS to run it")
 RESULTS = ROOT / "benchmarks" / "results" / "fuzz_config.json"
 
 

@@ -249,6 +249,10 @@ FAMILIES |= {
     ),
 }  # fmt: skip
 FAMILIES |= {f"{name}{WITH}": FAMILIES[name]._replace(convolutions=True) for name in ("Wav2Vec2", "Whisper")}
+# One of each kind.
+REPRESENTATIVE = {
+    ("BART",), ("CLIP",), ("Gemma 3",), ("Mamba2",), ("Mixtral",), ("Swin",), ("XLNet",), (f"Whisper{WITH}",),
+}  # fmt: skip
 
 
 def cells(name: str, found: Outcome) -> list[str]:

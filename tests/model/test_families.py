@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import support
-from families import FAMILIES, HEAD, cells, outcome, served
+from families import FAMILIES, HEAD, REPRESENTATIVE, cells, outcome, served
+from long_tests import long_but_for
 from model_zoo import Stranger
 from stranger import ROUNDED
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name",), long_but_for(REPRESENTATIVE, [(name,) for name in FAMILIES]))
 def test_what_was_evaluated_is_what_loads(name: str, tmp_path: Path, stranger: Stranger) -> None:
     found = outcome(name, tmp_path, stranger)
     # The weights are those of the model to the bit: `outcome` has them verified.

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import support
 import torch
-from model_zoo import CASES, CONFIG, FAMILIES, HEAD, Stranger, inputs_of, new_model, outcome, served
+from long_tests import long_but_for
+from model_zoo import CASES, CONFIG, FAMILIES, HEAD, REPRESENTATIVE, Stranger, inputs_of, new_model, outcome, served
 from stranger import outputs_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,7 +35,7 @@ from moq_hf.weight_matrix import to_rows
 RENEW = "python tests/helpers/model_zoo.py"
 
 
-@pytest.mark.parametrize(("family", "task"), CASES)
+@pytest.mark.parametrize(("family", "task"), long_but_for(REPRESENTATIVE, CASES))
 def test_trains_to_the_target_and_loads_bit_for_bit(family: str, task: str, tmp_path: Path, stranger: Stranger) -> None:
     found = outcome(family, task, tmp_path, stranger)
     assert found.faults() == []

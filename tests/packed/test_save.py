@@ -22,6 +22,7 @@ import pytest
 import torch
 import transformers as hf
 from by_hand import WRONG, places
+from long_tests import LONG
 from model_zoo import Stranger
 from safetensors.torch import load_file, save_file
 from small_files import files_of
@@ -45,7 +46,6 @@ from moq_hf.packed.state import STATE_NAME, write_state
 from moq_hf.packed.verify import recorded, stored_weights
 from moq_hf.training.controller import MoQController
 
-LONG = pytest.mark.skipif("MOQ_HF_LONG_TESTS" not in os.environ, reason="a minute; set MOQ_HF_LONG_TESTS to run it")
 SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 IDS = {"input_ids": torch.arange(5, 32).view(3, 9)}
 

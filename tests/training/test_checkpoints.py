@@ -1,16 +1,15 @@
 """Runs that are killed at a random moment end, resumed with default arguments, as if nothing had happened."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import kills
 import programs
 import pytest
+from long_tests import LONG
 from repo import ROOT
 
-LONG = pytest.mark.skipif("MOQ_HF_LONG_TESTS" not in os.environ, reason="minutes; set MOQ_HF_LONG_TESTS to run it")
 RESULTS = ROOT / "benchmarks" / "results" / "kills.jsonl"
 
 
