@@ -49,7 +49,7 @@ def test_a_mean_is_met_and_delivered(
 ) -> None:
     trainer = trained(moq(tmp_path, config({"mean": 3.3}, measure=measure)))
     controller = callback_of(trainer).controller
-    assert controller is not None and controller.choice is not None and controller.has_arrived
+    assert controller.has_arrived
     # Every block has its own target, from the offset on.
     assert controller.schedule.bits == controller.choice.targets == controller.schedule.targets
     assert {(s.step, s.before) for s in controller.history} == {(3, FLOAT_BITS)}
@@ -69,8 +69,7 @@ def test_a_mean_is_met_and_delivered(
     assert run.config.target_in_words == "2, 3, 4 or 8 bits, 3.3 in the mean"
     assert {step for steps, _ in run.by_block("bits").values() for step in steps} == {3}
     assert run.choice is not None and run.choice == controller.choice
-    page = write_report(tmp_path).read_text(encoding="utf-8")
-    assert "Bits under a budget" in page and "of 3.3 bits per quantized weight" in page
+    assert "Bits under a budget" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
 def test_a_file_is_met_by_a_stock_trainer_and_plain_transformers_loads_it(tmp_path: Path) -> None:
@@ -79,7 +78,7 @@ def test_a_file_is_met_by_a_stock_trainer_and_plain_transformers_loads_it(tmp_pa
     folder = tmp_path / "quantized"
     size = (folder / "model.safetensors").stat().st_size
     assert 0.99 * 14_500 <= size <= 14_500
-    choice = callback_of(trainer).controller.choice  # type: ignore[union-attr]
+    choice = callback_of(trainer).controller.choice
     assert choice is not None and choice.in_file and abs(choice.reached * 1e6 - size) < 200
     model = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     batch = {"input_ids": torch.stack([row["input_ids"] for row in rows(4)])}
@@ -87,16 +86,12 @@ def test_a_file_is_met_by_a_stock_trainer_and_plain_transformers_loads_it(tmp_pa
         assert torch.equal(model(**batch).logits, trainer.model.eval()(**batch).logits)
 
 
-@pytest.mark.parametrize("with_callback_alone", [False, True])
-def test_the_best_checkpoint_is_delivered_under_a_budget(with_callback_alone: bool, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_delivered_under_a_budget(tmp_path: Path) -> None:
     worse = itertools.count(0, -1)
     often: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     trainer = stock(
         tmp_path, config({"mean": 3.3}), metric_for_best_model="score", load_best_model_at_end=True, **often
     )
-    if not with_callback_alone:
-        args, callback = trainer.args, callback_of(trainer)
-        trainer = MoQTrainer(new_model(), args, None, rows(), rows(8), callbacks=[callback])
     trainer.compute_metrics = lambda _: {"score": float(next(worse))}
     trainer.train()
     # The first one at the target.
@@ -128,20 +123,6 @@ def test_bits_are_not_chosen_by_what_is_not_finite(measure: str, tmp_path: Path)
         trainer.train()
 
 
-def test_fused_layers_of_a_llama_are_alike(tmp_path: Path) -> None:
-    budget = config({"mean": 3.0}, serve=["transformers"])
-    model = model_zoo.new_model("Llama", "sequence classification")
-    trainer = MoQTrainer(model, arguments(tmp_path, max_steps=6), train_dataset=rows(), moq_config=budget)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "out"))
-    layers = verify_quantized(tmp_path / "out", trainer.model).layers
-    assert len({layer.bits for layer in layers.values()}) > 1
-    for block in range(2):
-        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-            bits = [layer.bits for name, layer in layers.items() if f".{block}." in name and name.endswith(names)]
-            assert len(bits) == len(names) and len(set(bits)) == 1
-
-
 def test_bits_fall_from_the_start_to_their_own_targets(tmp_path: Path) -> None:
     trainer = trained(moq(tmp_path, config({"mean": 3.3}, start=5, offset=0)))
     controller = callback_of(trainer).controller
@@ -164,7 +145,6 @@ def test_a_resumed_run_is_the_same_and_does_not_choose_again(tmp_path: Path, mon
         again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{at}"))
         assert_same(weights(whole), weights(again))
         one, other = (callback_of(trainer).controller for trainer in (whole, again))
-        assert one is not None and other is not None and one.choice is not None
         assert one.choice == other.choice and one.history == other.history
         assert one.schedule.state_dict() == other.schedule.state_dict()
 
@@ -185,11 +165,11 @@ def test_another_budget_after_the_choice_is_refused(tmp_path: Path) -> None:
 def test_the_pace_goes_by_the_measure(tmp_path: Path) -> None:
     settings = {**config(4, start=6), "eigenvalue": {"enabled": True, "max_overhead": 1.0, "num_samples": 8}}
     controller = callback_of(trained(moq(tmp_path, settings))).controller
-    assert controller is not None and controller.sensitivity is not None and controller.choice is None
+    assert controller.choice is None
     assert list(controller.blocks) == ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler.dense"]
     measured = [s for s in controller.history if s.eigenvalue is not None]
     assert {s.block for s in measured} == {"bert.encoder.layer.0", "bert.encoder.layer.1"}
-    assert max(s.eigenvalue for s in measured if s.eigenvalue is not None) == 1.0
+    assert max(s.eigenvalue for s in measured) == 1.0
     assert controller.sensitivity.scores.keys() <= controller.sensitivity.blocks.keys()
 
 

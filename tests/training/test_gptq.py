@@ -17,6 +17,7 @@ from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
 from moq_hf.model.convert import quant_layers
 from moq_hf.training.samples import first_batches
 
+Calls = list[tuple[torch.Tensor, int]]
 PLAIN: dict[str, Any] = {"bits": 3, "group_size": 8, "embeddings": None}
 
 
@@ -94,15 +95,21 @@ class Collator(DataCollatorWithPadding):
         return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
 
 
-def test_inputs_are_those_of_training_without_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moments: list[torch.Tensor] = []
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Moment and bits of each call of GPTQ."""
+    calls: Calls = []
     gptq = quantizer.gptq
 
-    def spy(weight: torch.Tensor, moment: torch.Tensor, *args: Any) -> torch.Tensor:
-        moments.append(moment)
-        return gptq(weight, moment, *args)
+    def spy(weight: torch.Tensor, moment: torch.Tensor, bits: int, grid: Grid) -> torch.Tensor:
+        calls.append((moment, bits))
+        return gptq(weight, moment, bits, grid)
 
     monkeypatch.setattr(quantizer, "gptq", spy)
+    return calls
+
+
+def test_inputs_are_those_of_training_without_padding(used: Calls, tmp_path: Path) -> None:
     settings = arguments(tmp_path, max_steps=1, train_sampling_strategy="sequential", learning_rate=0.0)
     model = new_model()
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -118,16 +125,13 @@ def test_inputs_are_those_of_training_without_padding(tmp_path: Path, monkeypatc
         plain(**batch)
         inputs[-1] = inputs[-1][batch["attention_mask"].bool()]
     seen = torch.cat(inputs)
-    torch.testing.assert_close(moments[0], seen.t() @ seen)
+    torch.testing.assert_close(used[0][0], seen.t() @ seen)
     # All but a few are on the grid already: a group of eight that misses the last code gets another scale.
     layers = {name: layer for name, layer in quant_layers(model).items() if "classifier" not in name}
-    assert len(moments) == len(layers)
-    moved = 0
+    assert len(used) == len(layers)
     for name, layer in layers.items():
         near = torch.isclose(layer.quantized_copy(torch.float32), layer.float_weight)
-        assert near.float().mean() > 0.95
-        moved += int(not torch.equal(layer.float_weight, start[f"{name}.weight"]))
-    assert moved == len(layers)
+        assert near.float().mean() > 0.95 and not torch.equal(layer.float_weight, start[f"{name}.weight"])
     assert torch.equal(start["classifier.weight"], model.classifier.weight)
 
 
@@ -145,7 +149,7 @@ def test_a_loss_may_take_its_batch_apart(tmp_path: Path) -> None:
     trainer = trained(TakesLabelsOut(new_model(), settings, train_dataset=rows(), callbacks=[callback]))
     first, last = (log["loss"] for log in trainer.state.log_history if "loss" in log)
     assert last < first
-    assert callback.delivered is not None and callback.delivered.proof is not None and callback.delivered.proof.agrees
+    assert callback.delivered.proof.agrees
 
 
 def test_a_layer_that_is_not_called_stays_and_no_loss_is_asked_for(tmp_path: Path) -> None:
@@ -198,21 +202,7 @@ def test_accelerate_knows_that_no_pass_over_the_data_is_under_way() -> None:
     assert len(first_batches(loader, 1000)) == 16
 
 
-@pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bits of each call of GPTQ."""
-    calls: list[int] = []
-    gptq = quantizer.gptq
-
-    def spy(weight: torch.Tensor, moment: torch.Tensor, bits: int, grid: Grid) -> torch.Tensor:
-        calls.append(bits)
-        return gptq(weight, moment, bits, grid)
-
-    monkeypatch.setattr(quantizer, "gptq", spy)
-    return calls
-
-
-def test_at_each_fall_and_not_again_on_resuming(used: list[int], tmp_path: Path) -> None:
+def test_at_each_fall_and_not_again_on_resuming(used: Calls, tmp_path: Path) -> None:
     config = MoQConfig.from_dict(
         {
             "quantize_bits": {"start_bits": 4, "target_bits": 3},
@@ -224,21 +214,20 @@ def test_at_each_fall_and_not_again_on_resuming(used: list[int], tmp_path: Path)
     saving = {"save_strategy": "steps", "save_steps": 6, "max_steps": 12}
     whole = trained(no_dropout(moq(tmp_path, config, **saving)))
     layers = len(callback_of(whole).controller.layers)
-    assert used == [4] * layers + [3] * layers
-    del used[:]
+    assert [bits for _, bits in used] == [4] * layers + [3] * layers
+    used.clear()
     resumed = no_dropout(moq(tmp_path, config, **saving))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    assert set(used) <= {3}
+    assert {bits for _, bits in used} <= {3}
     assert_same(weights(whole), weights(resumed))
-    delivered = callback_of(whole).delivered
-    assert delivered is not None and delivered.proof is not None and delivered.proof.agrees
+    assert callback_of(whole).delivered.proof.agrees
 
 
-def test_after_a_float_phase_it_starts_from_the_float_model(used: list[int], tmp_path: Path) -> None:
+def test_after_a_float_phase_it_starts_from_the_float_model(used: Calls, tmp_path: Path) -> None:
     settings, config = arguments(tmp_path, max_steps=8), MoQConfig(**PLAIN, gptq=8)
     trainer = MoQTrainer(new_model(), settings, train_dataset=rows(), moq_config=config, float_first=True)
     no_dropout(trainer).train()
-    assert set(used) == {3}
+    assert {bits for _, bits in used} == {3}
     assert callback_of(trainer).delivered.proof.agrees
 
 

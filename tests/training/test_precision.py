@@ -63,7 +63,7 @@ def test_a_step_that_overflows_advances_nothing(device: str, optimizer: str, con
     assert watch.changed == [step not in skipped for step in range(16)]
     assert trainer.accelerator.scaler.get_scale() < 65536 / 8
     controller = callback_of(trainer).controller
-    assert controller is not None and controller.schedule.steps == 16 - len(skipped)
+    assert controller.schedule.steps == 16 - len(skipped)
     # In a run without skips the drops come after steps 2, 4, 6 and 10; each waits for the steps that were none.
     steps = [switch.step for switch in controller.history if switch.block == "bert.pooler.dense"]
     assert steps == [2, 4, 6, 10]
@@ -99,7 +99,7 @@ def test_a_smaller_batch_after_running_out_of_memory_is_a_new_run(tmp_path: Path
         layers = quant_layers(trainer.model)
         assert len(layers) == 13 and {type(layer) for layer in layers.values()} == {QuantLinear}
     retried, small = runs
-    assert retried is not None and small is not None and retried.has_arrived
+    assert retried.has_arrived
     assert retried.schedule.state_dict() == small.schedule.state_dict() and retried.history == small.history
 
 

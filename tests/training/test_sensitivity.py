@@ -36,15 +36,16 @@ EIGEN = {**CONFIG, "eigenvalue": {"enabled": True, "max_overhead": 1.0, "num_sam
 class Blocks(nn.Module):
     """Three blocks of one linear layer each, and a head; the loss has curvature in all of them."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, activation: Any = torch.tanh) -> None:
         super().__init__()
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
+        self.activation = activation
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.head = nn.Linear(4, 1)
 
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         for layer in self.layers:
-            x = layer(x).tanh()
+            x = self.activation(layer(x))
         return (self.head(x).flatten() - labels).square().mean(), x
 
 
@@ -71,7 +72,7 @@ def controller(**more: Any) -> MoQController:
 
 def run(made: MoQController, steps: int, size: int = 8) -> list[tuple[int, str, int, int]]:
     for step in range(steps):
-        made.sensitivity.samples.add(batch(size, step))  # type: ignore[union-attr]
+        made.sensitivity.samples.add(batch(size, step))
         made.step(made.measure())
     return [(s.step, s.block, s.bits, s.factor) for s in made.history]
 
@@ -100,16 +101,6 @@ def test_measuring_when_due_is_measuring_at_every_step(
         assert is_due == any(s.block != "d" and s.before != 32 for s in switches)
 
 
-def test_nothing_is_measured_for_blocks_outside_the_list() -> None:
-    made = controller(layer_num=1, period=1, target=7)
-    assert list(made.sensitivity.blocks) == ["layers.0"]  # type: ignore[union-attr]
-    assert {(block, factor) for _, block, _, factor in run(made, 3)} == {
-        ("layers.0", 5),
-        ("layers.1", 1),
-        ("layers.2", 1),
-    }
-
-
 # ---- the budget
 
 
@@ -118,7 +109,7 @@ def test_the_budget_makes_a_value_last_and_says_so(caplog: pytest.LogCaptureFixt
     told = []
     for share in (1.0, 0.05):
         made = controller(period=1, target=5, num_samples=8, max_overhead=share)
-        made.sensitivity.set_run_length(1000, 400)  # type: ignore[union-attr]
+        made.sensitivity.set_run_length(1000, 400)
         steps = {step for step, *_ in run(made, 40)}
         told.append([r.message for r in caplog.records if "used again" in r.message])
         caplog.clear()
@@ -177,9 +168,9 @@ def test_what_is_not_finite_is_replaced_and_told_once(
     monkeypatch.setattr(measures, "block_eigenvalues", lambda *args, **kwargs: next(answers))
     seen = []
     for _ in range(3):
-        made.sensitivity.samples.add(batch(4))  # type: ignore[union-attr]
-        made.sensitivity.update(made.schedule)  # type: ignore[union-attr]
-        seen.append(list(made.sensitivity.values.values()))  # type: ignore[union-attr]
+        made.sensitivity.samples.add(batch(4))
+        made.sensitivity.update(made.schedule)
+        seen.append(list(made.sensitivity.values.values()))
         made.schedule.steps += 400
     assert seen == [[1.0, 1.0, 0.25], [1.0, 1.0, 0.5], [1.0, 1.0, 1.0]]
     told = [r.message for r in caplog.records if "not finite" in r.message]
@@ -187,49 +178,35 @@ def test_what_is_not_finite_is_replaced_and_told_once(
     assert "of layers.0, layers.1, layers.2 is not finite" in told[1]
 
 
-def test_a_kernel_without_a_second_derivative_stops_the_run() -> None:
-    class Once(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x.tanh()
+class Once(torch.autograd.Function):
+    """A tanh whose gradient hides what it depends on."""
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return (1 - ctx.saved_tensors[0].detach().tanh() ** 2) * grad
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
 
-    class Fused(Blocks):
-        def forward(self, x: Tensor, labels: Tensor) -> Any:
-            for layer in self.layers:
-                x = Once.apply(layer(x))
-            return (self.head(x).flatten() - labels).square().mean(), x
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return (1 - ctx.saved_tensors[0].detach().tanh() ** 2) * grad
 
+
+def test_a_kernel_without_a_second_derivative_stops_the_run_and_kinks_do_not() -> None:
     with pytest.raises(MoQError, match=r"no right second derivative.*divergence"):
-        run(MoQController(Fused(), config(period=1)), 2)
-
-
-def test_a_loss_with_kinks_is_measured() -> None:
-    class Relu(Blocks):
-        def forward(self, x: Tensor, labels: Tensor) -> Any:
-            for layer in self.layers:
-                x = layer(x).relu()
-            return (self.head(x).flatten() - labels).square().mean(), x
-
-    assert run(MoQController(Relu(), config(period=1)), 2)
+        run(MoQController(Blocks(activation=Once.apply), config(period=1)), 2)
+    assert run(MoQController(Blocks(activation=torch.relu), config(period=1)), 2)
 
 
 def test_each_measurement_takes_as_many_examples_as_there_are(caplog: pytest.LogCaptureFixture) -> None:
     made = controller(period=1, num_samples=32, max_overhead=1.0, verbose=True)
     caplog.set_level(logging.INFO)
-    made.sensitivity.set_run_length(1000, 10_000)  # type: ignore[union-attr]
+    made.sensitivity.set_run_length(1000, 10_000)
     for step in range(20):
         for part in range(5):
-            made.sensitivity.samples.add(batch(1 if step == 0 else 8, 5 * step + part))  # type: ignore[union-attr]
+            made.sensitivity.samples.add(batch(1 if step == 0 else 8, 5 * step + part))
         made.step(made.measure())
     found = [
-        int(re.search(r"over (\d+) examples: ", r.message)[1])  # type: ignore[index]
-        for r in caplog.records
-        if "examples: " in r.message
+        int(re.search(r"over (\d+) examples: ", r.message)[1]) for r in caplog.records if "examples: " in r.message
     ]
     assert found[0] == 5 and found[-1] == 32
 
@@ -249,7 +226,7 @@ def test_the_latest_examples_of_a_step_are_measured() -> None:
     assert [len(b["x"]) for b in big.batches(100)] == [16, 16, 8]
     made = controller()
     run(made, 1)
-    assert made.sensitivity.samples.batches(1) == []  # type: ignore[union-attr]
+    assert made.sensitivity.samples.batches(1) == []
 
 
 def test_what_cannot_be_cut_is_measured_whole() -> None:
@@ -265,12 +242,12 @@ def test_what_cannot_be_cut_is_measured_whole() -> None:
 
 
 def factors(trainer: Any) -> list[tuple[Any, ...]]:
-    return [tuple(s) for s in callback_of(trainer).controller.history]  # type: ignore[union-attr]
+    return [tuple(s) for s in callback_of(trainer).controller.history]
 
 
 def test_sensitive_blocks_drop_later(tmp_path: Path) -> None:
     trainer = trained(stock(tmp_path, EIGEN))
-    first = [s for s in callback_of(trainer).controller.history if s.before == 6]  # type: ignore[union-attr]
+    first = [s for s in callback_of(trainer).controller.history if s.before == 6]
     by_block = {s.block: s for s in first}
     assert by_block["bert.pooler.dense"].factor == 1 and by_block["bert.pooler.dense"].eigenvalue is None
     layers = [by_block[f"bert.encoder.layer.{k}"] for k in range(2)]
@@ -294,7 +271,7 @@ def test_measuring_changes_nothing_but_the_schedule(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(module, "normalize", lambda values: dict.fromkeys(values, 0.0))
     for make in (stock, moq):
         measured = trained(make(tmp_path, EIGEN))
-        assert callback_of(measured).controller.sensitivity.seconds > 0  # type: ignore[union-attr]
+        assert callback_of(measured).controller.sensitivity.seconds > 0
         assert_same(weights(plain), weights(measured))
         assert plain.optimizer.state_dict()["state"][0]["step"] == measured.optimizer.state_dict()["state"][0]["step"]
 
@@ -302,17 +279,16 @@ def test_measuring_changes_nothing_but_the_schedule(tmp_path: Path, monkeypatch:
 def test_a_resumed_run_measures_the_same(tmp_path: Path) -> None:
     """Of a MoQTrainer such a run is in test_resume.py."""
     whole = trained(stock(tmp_path / "whole", EIGEN, save_strategy="steps", save_steps=1))
-    for at in (3, 4, 7):
+    for at in (3, 7):
         resumed = stock(tmp_path / f"from{at}", EIGEN)
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{at}"))
         assert factors(resumed) == factors(whole)
         assert_same(weights(resumed), weights(whole))
 
 
-@pytest.mark.parametrize("make", [stock, moq])
-def test_compiled_in_bfloat16(make: Any, tmp_path: Path) -> None:
-    trainer = trained(make(tmp_path, EIGEN, bf16=True, torch_compile=True, torch_compile_backend="aot_eager"))
-    assert max(s.factor for s in callback_of(trainer).controller.history) == 5  # type: ignore[union-attr]
+def test_compiled_in_bfloat16(tmp_path: Path) -> None:
+    trainer = trained(moq(tmp_path, EIGEN, bf16=True, torch_compile=True, torch_compile_backend="aot_eager"))
+    assert max(s.factor for s in callback_of(trainer).controller.history) == 5
 
 
 def smooth(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -368,12 +344,12 @@ def test_an_interrupted_run_does_not_disturb_the_next(tmp_path: Path) -> None:
     trainer = build(tmp_path, Trainer, [MoQCallback(EIGEN), Interrupt()])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    seen = list(callback_of(trainer).controller.sensitivity.samples._batches)  # type: ignore[union-attr]
+    seen = list(callback_of(trainer).controller.sensitivity.samples._batches)
     for model in copies:
         model.train()(input_ids=torch.ones(1, 4, dtype=torch.long))
     with torch.no_grad():
         trainer.model.train()(input_ids=torch.ones(1, 4, dtype=torch.long))
-    after = callback_of(trainer).controller.sensitivity.samples._batches  # type: ignore[union-attr]
+    after = callback_of(trainer).controller.sensitivity.samples._batches
     assert [id(b) for b in after] == [id(b) for b in seen]
     trainer.model.train()(input_ids=torch.ones(1, 4, dtype=torch.long))
 
@@ -391,17 +367,17 @@ def one_rank(rank: int, folder: str, rows_per_step: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     made = controller(period=1, num_samples=32, max_overhead=1.0)
-    made.sensitivity.set_run_length(1000, rows_per_step)  # type: ignore[union-attr]
+    made.sensitivity.set_run_length(1000, rows_per_step)
     for step in range(4):
-        made.sensitivity.samples.add(batch(4 + 4 * rank, 10 * step + rank))  # type: ignore[union-attr]
+        made.sensitivity.samples.add(batch(4 + 4 * rank, 10 * step + rank))
         made.step(made.measure())
-    state = made.sensitivity.state_dict()  # type: ignore[union-attr]
+    state = made.sensitivity.state_dict()
     Path(folder, f"rank{rank}.json").write_text(json.dumps([made.history, state]))
     dist.destroy_process_group()
 
 
 # At 110 a step the second measurement fits the budget of the rank with the smaller batch, not that of the other.
-@pytest.mark.parametrize("rows_per_step", [8, 110, 10_000])
+@pytest.mark.parametrize("rows_per_step", [8, 110])
 def test_ranks_agree_on_the_mean(tmp_path: Path, rows_per_step: float) -> None:
     programs.warm()
     mp.start_processes(one_rank, (str(tmp_path), rows_per_step), nprocs=2, start_method="forkserver")
@@ -414,9 +390,9 @@ def test_ranks_agree_on_the_mean(tmp_path: Path, rows_per_step: float) -> None:
     alone = []
     for rank in (0, 1):
         made = controller(period=1, num_samples=32)
-        made.sensitivity.samples.add(batch(4 + 4 * rank, rank))  # type: ignore[union-attr]
+        made.sensitivity.samples.add(batch(4 + 4 * rank, rank))
         made.measure()
-        alone.append(made.sensitivity.scores)  # type: ignore[union-attr]
+        alone.append(made.sensitivity.scores)
     means = {name: (alone[0][name] + alone[1][name]) / 2 for name in alone[0]}
     largest = max(means.values())
     for switch in history[:3]:

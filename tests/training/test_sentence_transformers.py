@@ -79,9 +79,20 @@ def alone() -> Iterator[Callable[[str, Path], np.ndarray]]:
         process.stdin.close()
 
 
+PAIRS: dict[str, Any] = {"one": TEXTS, "two": TEXTS[::-1]}
+
+
 def train(
-    kind: str, model: Any, folder: Path, columns: dict[str, Any], loss: Any, evaluator: Any = None, **more: Any
+    kind: str,
+    model: Any,
+    folder: Path,
+    columns: dict[str, Any] = PAIRS,
+    loss: Any = None,
+    evaluator: Any = None,
+    **more: Any,
 ) -> MoQCallback:
+    """Three steps, in which neighbors are ranked unless there is another loss."""
+    loss = loss or losses.MultipleNegativesRankingLoss(model)
     arguments = getattr(library, f"{kind}TrainingArguments")(
         str(folder),
         per_device_train_batch_size=4,
@@ -107,7 +118,7 @@ def train(
 
 def check_delivered(callback: MoQCallback, kind: str, model: Any) -> Path:
     done = callback.delivered
-    assert done is not None and done.proof is not None and done.proof.agrees and done.proof.examples == 4
+    assert done.proof.agrees and done.proof.examples == 4
     state = json.loads((done.path / "moq_state.json").read_text(encoding="utf-8"))
     assert state["layout"] == "unpacked" and not state["by_hand"]
     assert done.how_to_load == f'{kind}("{done.path}")'
@@ -117,24 +128,26 @@ def check_delivered(callback: MoQCallback, kind: str, model: Any) -> Path:
     return done.path
 
 
+def check_answers(callback: MoQCallback, kind: str, model: Any, alone: Any) -> Path:
+    folder = check_delivered(callback, kind, model)
+    assert np.array_equal(alone(kind, folder), answers(kind, model))
+    return folder
+
+
 @noisy
 @pytest.mark.parametrize("name", ["cosine", "matryoshka"])
 def test_losses_of_an_encoder(name: str, tmp_path: Path, alone: Any) -> None:
     model = encoder(tmp_path, parts.Normalize())
-    pairs: dict[str, Any] = {"one": TEXTS, "two": TEXTS[::-1]}
+    pairs = PAIRS
     if name == "cosine":
         loss = losses.CoSENTLoss(model)
-        pairs["score"] = [index / 16 for index in range(16)]
+        pairs = {**PAIRS, "score": [index / 16 for index in range(16)]}
     else:
         loss = losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [32, 16])
     callback = train("SentenceTransformer", model, tmp_path / "run", pairs, loss)
-    folder = check_delivered(callback, "SentenceTransformer", model)
-    assert {path.name for path in folder.iterdir()} >= {
-        "modules.json",
-        "1_Pooling",
-        "config_sentence_transformers.json",
-    }
-    assert np.array_equal(alone("SentenceTransformer", folder), answers("SentenceTransformer", model))
+    folder = check_answers(callback, "SentenceTransformer", model, alone)
+    named = {"modules.json", "1_Pooling", "config_sentence_transformers.json"}
+    assert named <= {path.name for path in folder.iterdir()}
 
 
 @noisy
@@ -143,15 +156,12 @@ def test_a_preset_gives_the_bits_of_its_name(bits: int, tmp_path: Path, alone: A
     """All codes of the file have one width, so that tables of 8 bits would give it to the layers too."""
     model = encoder(tmp_path)
     model.save(str(tmp_path / "float"))
-    pairs = {"one": TEXTS, "two": TEXTS[::-1]}
-    loss = losses.MultipleNegativesRankingLoss(model)
-    callback = train("SentenceTransformer", model, tmp_path / "run", pairs, loss, config=f"w{bits}")
-    folder = check_delivered(callback, "SentenceTransformer", model)
+    callback = train("SentenceTransformer", model, tmp_path / "run", config=f"w{bits}")
+    folder = check_answers(callback, "SentenceTransformer", model, alone)
     found = verify_quantized(folder)
     assert {(layer.stored, layer.bits) for layer in found.layers.values()} == {("packed", bits)}
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     assert {group["weights"]["num_bits"] for group in config["config_groups"].values()} == {bits}
-    assert np.array_equal(alone("SentenceTransformer", folder), answers("SentenceTransformer", model))
     # The size that was told of in training, and that is told before, but for the shapes of packed weights.
     stored = sum(t.nbytes for n, t in load_file(folder / "model.safetensors").items() if not n.endswith("shape"))
     assert callback.controller.sizes.mb == pytest.approx(stored / 1e6)
@@ -165,19 +175,15 @@ def test_the_card_has_what_evaluators_found_of_the_delivered_model(tmp_path: Pat
     model = encoder(tmp_path)
     scores = [index / 16 for index in range(16)]
     evaluator = EmbeddingSimilarityEvaluator(TEXTS, TEXTS[5:] + TEXTS[:5], scores, name="sts-dev", write_csv=False)
-    pairs = {"one": TEXTS, "two": TEXTS[::-1]}
     other = EmbeddingSimilarityEvaluator(TEXTS, TEXTS[3:] + TEXTS[:3], scores, name="before", write_csv=False)
     # It has seen the float model alone.
     other(model)
-    ranking = losses.MultipleNegativesRankingLoss(model)
-    callback = train("SentenceTransformer", model, tmp_path / "run", pairs, ranking, evaluator=evaluator)
+    callback = train("SentenceTransformer", model, tmp_path / "run", evaluator=evaluator)
     logged = [entry for entry in callback.log_history if "eval_sts-dev_spearman_cosine" in entry]
     found = evaluator(model)
     save_quantized(model, tmp_path / "again", metrics=found)
-    for folder, spearman in (
-        (callback.delivered.path, logged[-1]["eval_sts-dev_spearman_cosine"]),
-        (tmp_path / "again", found["sts-dev_spearman_cosine"]),
-    ):
+    spearmans = (logged[-1]["eval_sts-dev_spearman_cosine"], found["sts-dev_spearman_cosine"])
+    for folder, spearman in zip((callback.delivered.path, tmp_path / "again"), spearmans, strict=True):
         results = {result.metric_type: result for result in ModelCard.load(folder / "README.md").data.eval_results}
         assert results.keys() == {"spearman_cosine", "pearson_cosine"}
         result = results["spearman_cosine"]
@@ -191,12 +197,9 @@ def test_the_card_has_what_evaluators_found_of_the_delivered_model(tmp_path: Pat
 @noisy
 def test_a_dense_module_stays_in_float_and_is_kept(tmp_path: Path, alone: Any) -> None:
     model = encoder(tmp_path, parts.Dense(32, 8))
-    pairs = {"one": TEXTS, "two": TEXTS[::-1]}
-    loss = losses.MultipleNegativesRankingLoss(model)
-    callback = train("SentenceTransformer", model, tmp_path / "run", pairs, loss)
+    callback = train("SentenceTransformer", model, tmp_path / "run")
     assert not any(name.startswith("2") for name in quant_layers(model))
-    folder = check_delivered(callback, "SentenceTransformer", model)
-    assert np.array_equal(alone("SentenceTransformer", folder), answers("SentenceTransformer", model))
+    check_answers(callback, "SentenceTransformer", model, alone)
     # Packed it could not be: the module's own file holds floats.
     quantize_model(model, {"quantize_bits": {"target_bits": 4}, "quantize_heads": True})
     with pytest.raises(MoQError, match="quantized layers lie outside of the model of transformers"):
@@ -211,10 +214,7 @@ def test_a_tokenizer_that_cannot_be_saved_is_a_warning(tmp_path: Path, caplog: p
         raise OSError("no such vocabulary")
 
     model[0].processor.save_pretrained = save
-    pairs = {"one": TEXTS, "two": TEXTS[::-1]}
-    loss = losses.MultipleNegativesRankingLoss(model)
-    callback = train("SentenceTransformer", model, tmp_path / "run", pairs, loss)
-    assert callback.delivered is not None
+    callback = train("SentenceTransformer", model, tmp_path / "run")
     folder = callback.delivered.path
     state = json.loads((folder / "moq_state.json").read_text(encoding="utf-8"))
     assert state["layout"] == "unpacked" and not state["by_hand"] and state["proof"]["agrees"] is None
@@ -234,11 +234,8 @@ def test_a_reranker(tmp_path: Path, alone: Any) -> None:
     folder = body(tmp_path / "body", hf.BertForSequenceClassification, num_labels=1)
     model = library.CrossEncoder(folder, device="cpu")
     columns = {"one": TEXTS, "two": TEXTS[::-1], "three": TEXTS[3:] + TEXTS[:3], "score": [0.5] * 16}
-    loss = MarginMSELoss(model)
-    callback = train("CrossEncoder", model, tmp_path / "run", columns, loss)
-    assert np.array_equal(
-        alone("CrossEncoder", check_delivered(callback, "CrossEncoder", model)), answers("CrossEncoder", model)
-    )
+    callback = train("CrossEncoder", model, tmp_path / "run", columns, MarginMSELoss(model))
+    check_answers(callback, "CrossEncoder", model, alone)
 
 
 @noisy
@@ -248,10 +245,8 @@ def test_a_sparse_encoder(tmp_path: Path, alone: Any) -> None:
     model = library.SparseEncoder(modules=modules, device="cpu")
     ranking = sparse_losses.SparseMultipleNegativesRankingLoss(model)
     loss = sparse_losses.SpladeLoss(model, ranking, document_regularizer_weight=1e-3)
-    callback = train("SparseEncoder", model, tmp_path / "run", {"one": TEXTS, "two": TEXTS[::-1]}, loss)
-    assert np.array_equal(
-        alone("SparseEncoder", check_delivered(callback, "SparseEncoder", model)), answers("SparseEncoder", model)
-    )
+    callback = train("SparseEncoder", model, tmp_path / "run", loss=loss)
+    check_answers(callback, "SparseEncoder", model, alone)
 
 
 @noisy
