@@ -60,7 +60,7 @@ class Eigenvalue:
 
 # A coroutine that searches for an eigenvalue of a symmetric matrix: it yields vectors
 # `[n]`, and each time is sent the matrix's product with that vector.
-Search = Generator[Tensor, Tensor, Eigenvalue]
+EigenSearch = Generator[Tensor, Tensor, Eigenvalue]
 
 
 def block_eigenvalues(
@@ -91,7 +91,7 @@ def block_eigenvalues(
         tol: Relative error of an eigenvalue; for "power" the relative change at which
             to end.
         stability: Added to norms before dividing by them ("power").
-        seed: Of the start vectors.
+        seed: Seed of the start vectors.
 
     Returns:
         The blocks' results, in the order of `blocks`.
@@ -115,7 +115,7 @@ def block_eigenvalues(
             f"max_iter must be at least 1, tol above 0 and stability at least 0; got {max_iter}, {tol}, {stability}"
         )
     _check_blocks(losses, parameters)
-    searches: dict[str, Search] = {}
+    searches: dict[str, EigenSearch] = {}
     for name, tensors in parameters.items():
         start = _random_vector(tensors, seed)
         if method == "lanczos":
@@ -142,7 +142,7 @@ def block_eigenvalues(
 
 
 def solve(
-    searches: Mapping[str, Search],
+    searches: Mapping[str, EigenSearch],
     products: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> dict[str, Eigenvalue]:
     """Find an eigenvalue of each of several matrices, of which only products with vectors are known.
@@ -150,7 +150,7 @@ def solve(
     Args:
         searches: Name of a matrix to its search.
         products: Takes vectors v `[n]` by the names of their matrices, and gives the
-            products H v, which it leaves.
+            products H v, which are overwritten.
 
     >>> matrix = torch.diag(torch.tensor([1.0, -3.0, 2.0]))
     >>> search = lanczos(torch.ones(3), tol=1e-2, max_iter=10)
@@ -169,7 +169,7 @@ def solve(
     return {name: results[name] for name in searches}
 
 
-def lanczos(start: Tensor, tol: float, max_iter: int) -> Search:
+def lanczos(start: Tensor, tol: float, max_iter: int) -> EigenSearch:
     """Lanczos iteration on a symmetric matrix, for the eigenvalue of largest magnitude.
 
     With T the tridiagonal matrix of j steps and (t, s) an eigenpair of it (t a Ritz
@@ -247,7 +247,7 @@ def _extremes(
 
 def power_iteration(
     start: Tensor, tol: float, max_iter: int, stability: float
-) -> Search:
+) -> EigenSearch:
     """Power iteration as DeepSpeed published it: ends when the Rayleigh quotient changed by less than `tol`.
 
     Args:
@@ -320,7 +320,7 @@ def check_second_derivative(loss: Loss, parameters: Sequence[Tensor]) -> None:
 
     Args:
         loss: Gives the loss, a scalar, each time the same for the same parameters.
-        parameters: Of one block, in float32.
+        parameters: The parameters of one block, in float32.
 
     Raises:
         MoQError: The differences agree with each other but not with the product.

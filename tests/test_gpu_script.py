@@ -65,23 +65,6 @@ def test_no_section_stops_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert "no kernel" in capfd.readouterr().out
 
 
-def test_a_section_may_be_ended_with_what_it_started(tmp_path: Path) -> None:
-    def starts(report: Report) -> None:
-        report.detail("pid", subprocess.Popen(["sleep", "100"]).pid)
-
-    found = run(tmp_path, Section("a", (), 20.0, starts))["sections"]["a"]
-    assert found["status"] == "ok"
-    for _ in range(100):
-        try:
-            state = Path(f"/proc/{found['details']['pid']}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except FileNotFoundError:
-            return
-        if state == "Z":
-            return
-        time.sleep(0.1)
-    pytest.fail("it lives")
-
-
 def test_a_missing_library_is_told_with_what_needs_it() -> None:
     found = {**THERE, "pydantic": None, "scipy": None}
     sections = [Section("a", ("torch",), 20.0, fine), Section("b", ("torch", "pydantic"), 20.0, fine)]
@@ -115,23 +98,6 @@ def test_the_table(tmp_path: Path) -> None:
 
 def script(*words: str) -> subprocess.CompletedProcess[str]:
     return programs.run(str(ROOT / "benchmarks" / "gpu.py"), *words, cwd=ROOT)
-
-
-def test_what_is_compared_with_may_fail_or_come_too_late(tmp_path: Path) -> None:
-    import gpu_steps
-
-    def fails() -> Any:
-        raise RuntimeError("no int4 here")
-
-    report = Report(tmp_path / "found.json", limit=100.0)
-    assert gpu_steps.ready(report, "BERT", {"torchao, 4 bits": fails}, []) == {}
-    assert gpu_steps.ready(report, "BERT", {"4 bits": fails}, [], spare=200.0) == {}
-    assert json.loads(report.path.read_text())["details"] == {
-        "BERT, torchao, 4 bits": "not run: RuntimeError: no int4 here",
-        "BERT, 4 bits": "not run: time",
-    }
-    with pytest.raises(RuntimeError, match="no int4 here"):
-        gpu_steps.ready(report, "BERT", {"4 bits": fails}, [])
 
 
 def test_small_figures_do_not_pass_for_a_gpu_s(

@@ -62,7 +62,3 @@ def test_a_notebook_runs_and_says_what_it_shows(path: Path, tmp_path: Path, monk
     NotebookClient(again, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
     assert told(again) == told(shown)
     assert any(re.match("moq_hf: All # blocks (reached|were at) # bits", line) for line in told(again))
-
-
-def test_there_are_three_notebooks() -> None:
-    assert {path.stem for path in FOLDER.glob("*.ipynb")} == {"embeddings", "encoder", "language_model"}

@@ -125,6 +125,10 @@ def test_wrong_use_is_told(act: Any, text: str) -> None:
         act()
 
 
+def blend_of(ratio: float | None) -> BlendConfig:
+    return BlendConfig(enabled=ratio is not None, quantize_change_ratio=ratio or 1.0)
+
+
 BLENDS = st.none() | st.floats(0.01, 1)
 SHARES = st.floats(0.001, 1)
 
@@ -138,7 +142,7 @@ def deadlines(periods: Any, shares: Any = SHARES, offset: int = 100, blends: Any
             period,
             offset,
             deadline,
-            blend=BlendConfig(enabled=blend is not None, quantize_change_ratio=blend or 1.0),
+            blend=blend_of(blend),
             eigenvalue=EigenvalueConfig(enabled=measured),
         ),
         st.integers(1, 15),
@@ -158,9 +162,7 @@ lengths = st.integers(3, 200) | st.integers(3, 1_000_000)
 near_deadline = deadlines(st.just("auto") | st.integers(1, 60), st.floats(0.3, 1), 5, st.none() | st.floats(0.1, 1))
 short = st.integers(100, 250)
 # Without a deadline.
-blended = st.tuples(configs, BLENDS).map(
-    lambda pair: replace(pair[0], blend=BlendConfig(enabled=pair[1] is not None, quantize_change_ratio=pair[1] or 1.0))
-)
+blended = st.tuples(configs, BLENDS).map(lambda pair: replace(pair[0], blend=blend_of(pair[1])))
 FACTORS = st.lists(st.integers(1, 5), min_size=15, max_size=15)
 shares = st.floats(0, 1)
 
@@ -361,7 +363,7 @@ def test_a_saved_state_goes_on_as_if_never_saved(
 @settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(configs, st.integers(10, 400), shares, st.none() | st.floats(0.001, 1))
 def test_what_a_plan_says_would_fit_fits(plain: MoQConfig, steps: int, share: float, blend: float | None) -> None:
-    config = replace(plain, blend=BlendConfig(enabled=blend is not None, quantize_change_ratio=blend or 1.0))
+    config = replace(plain, blend=blend_of(blend))
     made = plan(config, steps, eigenvalues={"a": share})
     assume(not made.reached)
     note = made.notes[-1]
@@ -435,7 +437,7 @@ def test_no_size_is_too_large(
         period,
         offset,
         deadline,
-        blend=BlendConfig(enabled=ratio is not None, quantize_change_ratio=ratio or 1.0),
+        blend=blend_of(ratio),
         activations=ActivationConfig(enabled=activation is not None, start_step=activation or 0),
         eigenvalue=EigenvalueConfig(enabled=measured),
     )

@@ -9,7 +9,7 @@ from typing import Final
 from torch import Tensor, nn
 
 FSDP2: Final = "FSDPModule"
-"""The class that `fully_shard` puts before a module's own among the bases of a new one.
+"""The class that `fully_shard` adds in front of a module's own class.
 
 Relies on: Its name and its place.
 Breaks: A model trained with FSDP2 would be refused as tensor-parallel, or not be packed.
@@ -30,7 +30,7 @@ Breaks: A model without weights would be quantized.
 """
 
 ZERO_3_SHAPE: Final = "ds_shape"
-"""Where such a parameter has the shape of the whole.
+"""The attribute in which such a parameter has the shape of the whole.
 
 Relies on: `deepspeed.runtime.zero.partition_parameters`.
 Breaks: Training with ZeRO-3 fails before the first step.
@@ -38,7 +38,7 @@ Breaks: Training with ZeRO-3 fails before the first step.
 
 
 def whole_of_partitions(parameter: Tensor) -> Tensor:
-    """A parameter under ZeRO-3, whole, without a graph; all processes must ask for it.
+    """The whole of a parameter under ZeRO-3, without a graph; all processes must call this.
 
     Relies on: `deepspeed.zero.GatheredParameters`, which is documented, and that a
     parameter which is whole stays so.
@@ -51,7 +51,7 @@ def whole_of_partitions(parameter: Tensor) -> Tensor:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether Accelerate keeps a module's weights elsewhere between forward passes, as `device_map` may have it.
+    """Whether Accelerate keeps a module's weights elsewhere between forward passes, as with `device_map`.
 
     Relies on: `_hf_hook` of a module, which is on the meta device then.
     Breaks: Training fails on the meta device, after the first step, with no word about

@@ -51,10 +51,10 @@ class _First(nn.Module):
 
 
 def around(body: nn.Module) -> nn.Module:
-    """What has the names and shapes of a model of Sentence Transformers around a transformers model.
+    """A module with the names and shapes of a Sentence Transformers model around a transformers model.
 
     Relies on: `model` of the first module, and what `body_of` does.
-    Breaks: `moq-hf plan --model` would foretell the size of the transformers model.
+    Breaks: `moq-hf plan --model` would predict the size of the bare transformers model.
     """
     cls = type("Encoder", (nn.Sequential,), {"__module__": LIBRARY})
     found: nn.Module = cls(_First(body))
@@ -69,7 +69,7 @@ def is_kept_at(place: str) -> bool:
     """
     if Path(place).is_dir():
         return (Path(place) / CONFIG).is_file()
-    # It need not be there, and no network neither.
+    # There may be no such file, and no network.
     with contextlib.suppress(OSError, ValueError, HfHubHTTPError):
         return bool(hf_hub_download(place, CONFIG))
     return False
@@ -82,12 +82,12 @@ def save_around(
     write: Callable[[Path], None],
     beside: Callable[[Path, str, Callable[[Path], Any]], None],
 ) -> None:
-    """Write a transformers model by `write`, and what a model of Sentence Transformers around it has.
+    """Write a transformers model by `write`, and the other files of the Sentence Transformers model around it.
 
     Args:
-        model: Of any library.
+        model: A model of any library.
         body: The transformers model in it.
-        folder: Where to.
+        folder: Folder to write to.
         write: Writes the body.
         beside: Writes the tokenizer or processor, which may fail; takes the folder, a
             name for it, and its method `save_pretrained`.
@@ -114,7 +114,7 @@ def save_around(
 
 
 def saves_body() -> bool:
-    """Whether a model of Sentence Transformers has its transformers model saved just now.
+    """Whether a model of Sentence Transformers is saving its transformers model just now.
 
     Relies on: `save` of the module that has the model, which calls its `save_pretrained`.
     Breaks: What `SentenceTransformer.save` writes of a model that was loaded with a
@@ -140,7 +140,7 @@ def _replaced(part: Any, save_pretrained: Callable[..., None]) -> Iterator[None]
 
 
 def loads_as(folder: Path) -> str | None:
-    """The class of Sentence Transformers that loads a folder; None: it is of another library.
+    """The class of Sentence Transformers that loads a folder; None for a folder of another library.
 
     Relies on: `model_type` in the file `CONFIG`, which holds the name of the class.
     Breaks: The card says to load the transformers model alone.
@@ -150,15 +150,15 @@ def loads_as(folder: Path) -> str | None:
 
 
 def evaluations_of(model: Any, metrics: Mapping[str, float]) -> list[EvalResult]:
-    """What evaluators found of a model, with their tasks; empty for models of other libraries.
+    """What evaluators found for a model, with their tasks; empty for models of other libraries.
 
     Relies on: `model_card_data`, whose `format_eval_metrics` makes the model index.
     Breaks: The card's metadata has no results.
 
     Args:
         model: Of Sentence Transformers.
-        metrics: Those of the model that is described: values that are not among them
-            were found at another time, such as in float.
+        metrics: Metrics of the described model. Results with other values are from
+            another time, such as from the float model.
     """
     if not hasattr(model, "model_card_data"):
         return []

@@ -7,7 +7,7 @@ cannot be called from here, methods that are overridden and what every forward p
 needs, is listed there too. For a new version of a library: raise `CHECKED` there, run
 these tests, mend in this module what fails.
 
-Documented, and so not here: `base_model_prefix`, `loss_is_scaled_for_ga`,
+Documented, and therefore not here: `base_model_prefix`, `loss_is_scaled_for_ga`,
 `step_was_skipped`, `save_original_format`, `Conv1D`, and of DTensor `device_mesh` and
 `placements`.
 """
@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -38,7 +37,8 @@ from ..errors import MoQError, read_json, write_json
 ExportableState = trainer_callback.ExportableState
 """The base class by which the Trainer knows a callback with a state.
 
-Relies on: The Trainer puts `state()` of its instances into `trainer_state.json`, and makes one of its "args".
+Relies on: The Trainer puts `state()` of its instances into `trainer_state.json`, and
+rebuilds one from its "args".
 Breaks: The package could not be imported; or checkpoints would hold no schedule, and a resumed run start a new one.
 """
 
@@ -78,14 +78,19 @@ def callbacks_of(trainer: transformers.Trainer) -> list[transformers.TrainerCall
 
 
 def callers() -> Iterator[tuple[str, Any]]:
-    """The functions that are under way, the innermost first: the name of each, and what it has as `self`, if anything.
+    """The functions on the stack, innermost first: the name of each, and its `self` if it has one.
 
     Relies on: Frames, as CPython has them.
     Breaks: No Trainer could be built with a `MoQCallback`.
     """
+    for frame in _frames():
+        yield frame.f_code.co_name, frame.f_locals.get("self")
+
+
+def _frames() -> Iterator[FrameType]:
     frame = inspect.currentframe()
     while frame is not None:
-        yield frame.f_code.co_name, frame.f_locals.get("self")
+        yield frame
         frame = frame.f_back
 
 
@@ -98,7 +103,7 @@ def calling_trainer(
         state: As the callback got it.
 
     Raises:
-        MoQError: None is.
+        MoQError: No Trainer is calling it.
 
     Relies on: The Trainer calls its callbacks from its own methods, whose frames have
     it as `self`; a callback is given no other way to it.
@@ -150,11 +155,11 @@ def is_reporter(callback: transformers.TrainerCallback) -> bool:
 def add_notebook_column(
     trainer: transformers.Trainer, name: str, value: Callable[[], Any]
 ) -> None:
-    """Give the table that a notebook shows of a run another column, the second one; once, then nothing.
+    """Add a second column to the table that a notebook shows of a run; once is enough.
 
     Args:
         trainer: In training.
-        name: Head of the column.
+        name: Heading of the column.
         value: Gives the cell of a new line.
 
     Relies on: `NotebookProgressCallback.training_tracker`, of which `inner_table` has
@@ -171,7 +176,7 @@ def add_notebook_column(
 
 
 def tell_of_saves(trainer: transformers.Trainer, tell: Callable[[Path], None]) -> None:
-    """Have a function called with the folder whenever `save_model` has written one, checkpoints apart; once is enough.
+    """Call `tell` with each folder that `save_model` writes outside of training; once is enough.
 
     Relies on: `Trainer.is_in_train`, and that `push_to_hub` calls `self.save_model`.
     Breaks: Nobody would say that a stock Trainer saves float weights.
@@ -194,7 +199,8 @@ def saves_checkpoint() -> bool:
 
     Relies on: `Trainer._save_checkpoint`, whose frame has the Trainer as `self`.
     Breaks: Each checkpoint would come with a warning that its weights are floats; those
-    of a model that was loaded with a `MoQConfig` would be packed, and no run go on.
+    of a model that was loaded with a `MoQConfig` would be packed, and no run could
+    resume.
     """
     return any(
         name == "_save_checkpoint" and isinstance(owner, transformers.Trainer)
@@ -265,7 +271,7 @@ Breaks: With a teacher and accumulation, gradients would be multiplied by the ac
 
 @contextlib.contextmanager
 def metrics_apart(trainer: transformers.Trainer) -> Iterator[None]:
-    """Compute losses, or log, beside a run: the Trainer's own metrics are empty inside, and then as they were.
+    """Compute losses or log beside a run: inside, the Trainer's own metrics are empty; afterwards they are as before.
 
     Relies on: `_metrics` and `_total_train_tokens` of TRL's Trainers, and
     `accum_loss_components` of Sentence Transformers', which `compute_loss` adds to and
@@ -308,12 +314,7 @@ def in_evaluation_loop() -> bool:
     Relies on: `Trainer.evaluation_loop`, whose frame is on the stack meanwhile.
     Breaks: Each batch of an evaluation quantizes the weights anew.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "evaluation_loop":
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_name == "evaluation_loop" for frame in _frames())
 
 
 # What accelerate makes of optimizer and model.
@@ -335,7 +336,7 @@ def loss_scale(optimizer: Any) -> float:
 
 
 def undo_mixed_precision(model: nn.Module) -> None:
-    """Give the instance the forward back that `Accelerator.prepare` put autocast around.
+    """Give a model back the `forward` that `Accelerator.prepare` has wrapped in autocast.
 
     Relies on: `_original_forward`, an attribute of the instance.
     Breaks: Eigenvalues would be measured in float16 or bfloat16, whose second
@@ -411,12 +412,12 @@ def set_attention(config: Any, name: str) -> None:
 
 
 def initialize_again(model: nn.Module) -> None:
-    """Initialize a model's weights as `from_pretrained` does what a file does not hold.
+    """Initialize a model's weights as `from_pretrained` initializes those that a file lacks.
 
     Relies on: `PreTrainedModel.initialize_weights`, which passes over modules with
     `_is_hf_initialized`.
     Breaks: A model whose initialization touches each weight would be saved packed, and
-    `from_pretrained` fail on it.
+    `from_pretrained` would fail on it.
 
     Raises:
         AttributeError: The initialization reads a weight that the model does not have.
@@ -431,7 +432,7 @@ def experts_transposed(module: nn.Module) -> bool | None:
 
     Relies on: `is_transposed`, which `integrations.moe.use_experts_implementation` puts
     on instances.
-    Breaks: Experts would stay in float, as the shares in every text would say.
+    Breaks: Experts would stay in float, and every reported share would show it.
     """
     is_transposed = vars(module).get("is_transposed")
     return (
@@ -449,13 +450,13 @@ def original_format(
     Relies on: `core_model_loading.revert_weight_conversion`, which hands on a tensor
     that is only renamed, and the names of the operations in
     `PreTrainedModel._weight_conversions`.
-    Breaks: Saving would fail; or vLLM and SGLang not find the weights of models whose
-    names transformers 5 changed.
+    Breaks: Saving would fail; or vLLM and SGLang would not find the weights of models
+    whose names transformers 5 changed.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    # What was loaded packed, or was unpacked while loading, would be taken apart by how
-    # its packed tensors were put together.
+    # A model that was loaded packed would have its float tensors split as its packed
+    # ones were merged.
     conversions = getattr(model, "_weight_conversions", None) or ()
     operations = str([getattr(each, "operations", ()) for each in conversions])
     is_own = packed_loader(model) is None and "Dequantize" not in operations
@@ -468,8 +469,8 @@ def checkpoints_as_modules(trainer: transformers.Trainer, model: nn.Module) -> N
     """Have a Trainer's checkpoints give tensors the names of the modules, not those of the model's files.
 
     The Trainer loads checkpoints by `load_state_dict`, which knows no other names:
-    without this a run with experts, or of a ViT, goes on, or ends with its best model,
-    with weights as they were before.
+    without this a run with experts, or of a ViT, would resume, or end with its best
+    model, without the weights that it saved.
 
     Relies on: `Trainer._save_checkpoint`, and `PreTrainedModel._weight_conversions`,
     from which `revert_weight_conversion` takes the names.
@@ -491,12 +492,12 @@ def checkpoints_as_modules(trainer: transformers.Trainer, model: nn.Module) -> N
 
 
 def train_no_more_than_asked(trainer: transformers.Trainer) -> None:
-    """Have a Trainer take no step in a run that took its last one before it was resumed; other runs train as ever.
+    """Keep a Trainer from taking another step where the resumed run already took its last one.
 
     Relies on: `Trainer._run_epoch`, which takes at least one step, and that the Trainer
     looks at `should_training_stop` after it.
     Breaks: A run that is killed after its last checkpoint, and resumed, would train one
-    step more.
+    more step.
     """
     run = functools.partial(type(trainer)._run_epoch, trainer)
 
@@ -512,7 +513,7 @@ def train_no_more_than_asked(trainer: transformers.Trainer) -> None:
 def matrices_in_files(
     model: nn.Module, parameter: str, experts: int, rows: int
 ) -> dict[str, Tensor]:
-    """Under which names the files of a model have the matrices of a parameter of experts: where each of its rows is.
+    """The names under which a model's files hold the matrices of an experts' parameter, and the place of each row.
 
     Args:
         model: Of transformers.
@@ -521,8 +522,9 @@ def matrices_in_files(
         rows: Of each expert's matrix.
 
     Returns:
-        Name to int64 `[rows of the matrix, 1]`, in the order of the parameter's rows
-        one below the other. One name, its own, if transformers does not take it apart.
+        Name to int64 `[rows of the matrix, 1]`: the index of each row in the parameter,
+        whose experts are stacked along rows. If transformers does not split the
+        parameter, its own name alone.
 
     Relies on: `core_model_loading.revert_weight_conversion`.
     Breaks: Experts would be saved as floats on the grid, at full size; or under names
@@ -538,7 +540,7 @@ def matrices_in_files(
 
 
 def as_constructed(model: nn.Module) -> Any:
-    """What `revert_weight_conversion` takes names from, for a model as if it had not been loaded.
+    """A copy of a model as if it had not been loaded, from which `revert_weight_conversion` takes names.
 
     Relies on: `PreTrainedModel._weight_conversions`, without which
     `revert_weight_conversion` looks up those of the model's class.
@@ -551,7 +553,7 @@ def as_constructed(model: nn.Module) -> Any:
 
 
 def is_scaled_table(cls: type[nn.Module]) -> bool:
-    """Whether a class is that of an embedding table whose rows are multiplied with a constant, as Gemma's and BART's.
+    """Whether a class is an embedding table whose rows are multiplied by a constant, as Gemma's and BART's are.
 
     Relies on: The name, and a forward pass that is `nn.Embedding`'s times the constant.
     Breaks: `embeddings` would refuse such a table, or leave it alone.
@@ -611,11 +613,11 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 def ties_in_files(
     model: nn.Module, parameters: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], bool]:
-    """Which parameters loading ties once they are in files, and whether the config must be changed there by `untie`.
+    """The parameters that loading will tie, and whether `untie` must change the config in the folder.
 
-    It must where it ties two that have become two, such as a head with a weight of its
-    own: other loaders would read one of them for both. A config that does not tie these
-    ties no others of the model either, unless its class ties them whatever it says, as
+    It must where the config ties two parameters that are no longer one, such as a head
+    with a weight of its own: other loaders would read one of them for both. An untied
+    config unties all of a model's parameters, unless its class ties them regardless, as
     T5's does.
 
     Args:
@@ -685,7 +687,7 @@ def never_saved(model: nn.Module) -> set[str]:
 
 @contextlib.contextmanager
 def without_generation_config(model: Any) -> Iterator[None]:
-    """Have a model's `save_pretrained` leave out how it generates, which it writes before the weights and may refuse.
+    """Have `save_pretrained` leave out the generation config, which it writes before the weights and may refuse.
 
     Relies on: `PreTrainedModel.save_pretrained`, which asks `can_generate` first.
     Breaks: A model whose generation config loads, but is not valid, would be saved as
@@ -708,7 +710,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def stays_float(model: nn.Module, name: str, module: nn.Module) -> bool:
-    """Whether `quant_method: "gemma"` leaves a module as it is, or would make one of it that computes something else.
+    """Whether `quant_method: "gemma"` leaves a module as it is, or would make it compute something else.
 
     It drops the constant that a scaled table multiplies its rows with.
 
@@ -740,7 +742,7 @@ def packed_loader(model: nn.Module) -> Any:
 
 
 def takes_apart(model: nn.Module, packed: Iterable[str]) -> bool:
-    """Whether `from_pretrained` fails on packed weights, since it splits a weight of such models' files into several.
+    """Whether `from_pretrained` fails on packed weights, because it splits a weight in the files into several.
 
     Args:
         model: Of transformers.
@@ -771,9 +773,9 @@ def unpack(model: nn.Module, trains: bool = True) -> None:
         trains: Whether its weights are trained; not those under PEFT's adapters.
 
     Relies on: `decompress_module`, `quantization_scheme`, `quantization_status`,
-    `QuantizationMetadata`,
-        `remove_quantization_config`, `ModelCompressor.remove_decompression_hook`, and
-        `PreTrainedModel._weight_conversions`.
+    `QuantizationMetadata`, `remove_quantization_config`,
+    `ModelCompressor.remove_decompression_hook`, and
+    `PreTrainedModel._weight_conversions`.
     Breaks: `dequantize_model` would fail on a packed model, or leave one that cannot be
     trained.
 
@@ -797,7 +799,8 @@ def unpack(model: nn.Module, trains: bool = True) -> None:
         del module.quantization_status
         # What is left of the wrapped forward would hide that of a quantized class.
         module.__dict__.pop("forward", None)
-        # compressed-tensors makes parameters of buffers, as Gemma's tables have one.
+        # compressed-tensors makes parameters of buffers, such as the one of Gemma's
+        # tables.
         for name in module._parameters.keys() - {"weight", "bias"}:
             buffer = cast(Tensor, module._parameters.pop(name)).detach()
             module.register_buffer(name, buffer, persistent=False)
@@ -809,9 +812,9 @@ def unpack(model: nn.Module, trains: bool = True) -> None:
     # Nothing is left for the first forward pass to unpack.
     loader.compressor.remove_decompression_hook(model)
     loader.remove_quantization_config(model)
-    # How the packed experts were put together: saving would take float ones apart so.
+    # How the packed experts were merged: saving would split float ones the same way.
     vars(model).pop("_weight_conversions", None)
-    # Weights that were unpacked one by one.
+    # Tied weights were unpacked one by one.
     cast(Any, model).tie_weights()
 
 
@@ -833,7 +836,7 @@ def compress(
 def decompress(
     tensors: Mapping[str, Tensor], group: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """`weight` as transformers will compute with it, and its scales and zero points, of the tensors in the files.
+    """From the tensors in the files: `weight` as transformers will compute with it, its scales and its zero points.
 
     Relies on: `BaseCompressor.decompress` of the class for the format, and the fields
     of `QuantizationScheme`.
@@ -854,7 +857,7 @@ def _compressor_of(group: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def write_packing_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Put how the layers are packed into the `config.json` of a folder.
+    """Write into the `config.json` of a folder how its layers are packed.
 
     Relies on: `ModelCompressor.update_config`, which writes `quantization_config` as
     transformers reads it.
@@ -869,7 +872,7 @@ def write_packing_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def refuse_older(config: Path, version: str) -> None:
-    """Have versions of transformers before this one refuse a model, which they would load as another one.
+    """Have versions of transformers before `version` refuse a model that they would load as another one.
 
     The config itself goes into a file beside `config.json`, which this version and
     newer ones read instead. Everything else may go on reading `config.json`.
@@ -877,7 +880,7 @@ def refuse_older(config: Path, version: str) -> None:
     Relies on: `configuration_utils.get_configuration_file`, which chooses among the
     files in `configuration_files`, and that `transformers_weights` must name a file.
     Breaks: Older versions would load experts, and the layers of a ViT, with random
-    weights and a warning alone; or newer ones refuse them too.
+    weights and only a warning; or newer ones would refuse them too.
     """
     name = f"config.{version}.json"
     document = read_json(config)
@@ -890,14 +893,14 @@ def refuse_older(config: Path, version: str) -> None:
 # What PyTorch and DeepSpeed make of a model.
 
 COMPILED: Final = "_orig_mod"
-"""Where what `torch.compile` made has the model.
+"""The attribute in which a compiled model has the original.
 
 Relies on: `torch._dynamo.OptimizedModule`.
 Breaks: A compiled model would have other names for its layers, which no config and no file knows.
 """
 
 CHECKPOINTED: Final = "_checkpoint_wrapped_module"
-"""Where the wrapper that FSDP puts around a block for activation checkpointing has the block.
+"""The attribute in which FSDP's wrapper for activation checkpointing has the block.
 
 Relies on: `torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper`.
 Breaks: Layers would have other names than in the state dict: a packed model could not be loaded.
@@ -963,8 +966,8 @@ def remove_forward_hooks(module: nn.Module, owner: type[Any]) -> None:
 
     A handle removes them only from the module that it was made for, and not from its copies.
 
-    Relies on: `_forward_pre_hooks` and `_forward_hooks`, and that numbers of hooks that are
-    gone do no harm in the other dictionaries.
+    Relies on: `_forward_pre_hooks` and `_forward_hooks`, and that the ids of removed
+    hooks do no harm in the other dictionaries.
     Breaks: After a second quantization two `PassWeights` hear of each pass.
     """
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -974,7 +977,7 @@ def remove_forward_hooks(module: nn.Module, owner: type[Any]) -> None:
 
 
 def with_gradient_of(input: Tensor, values: Tensor) -> Tensor | None:
-    """`values` as if an identity had made them of `input`: the gradient goes to it as it is, without a line of Python.
+    """`values` as the result of an identity on `input`: the gradient passes straight through, without any Python.
 
     They must have its shape, dtype and device, and memory of their own. None under
     tracing, transforms and dispatch modes, which record operations and would see only
@@ -1033,7 +1036,7 @@ Breaks: The copies would be quantized, and saved as layers of the model.
 
 
 def called_part(wrapper: Any) -> str:
-    """Which module in the wrapper of one that is trained as a whole computes: a copy, or the original.
+    """The part that computes in the wrapper of a module that is trained as a whole: a copy, or the original.
 
     Relies on: `peft.utils.ModulesToSaveWrapper`, which calls the copy of the first of
     `active_adapters`, unless `disable_adapters`.
@@ -1071,7 +1074,7 @@ def is_its_own_reference(trainer: Any) -> bool:
 
 
 PROMPTS: Final = "prompt_encoder"
-"""Where a model of PEFT has what it puts before a prompt.
+"""The attribute in which a model of PEFT has what it puts before a prompt.
 
 Relies on: `peft.PeftModel.prompt_encoder`.
 Breaks: The layers of an encoder of prompts would be quantized, and the base saved as floats for them.
@@ -1079,16 +1082,16 @@ Breaks: The layers of an encoder of prompts would be quantized, and the base sav
 
 
 def without_start(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of an adapter that names no start, which PEFT would repeat on a base that has it behind it.
+    """The config of an adapter without its initialization, which PEFT would apply to the base a second time.
 
-    PEFT's defaults take its place, which leave the base alone. MiSS says by the same
-    key what form its adapters have.
+    PEFT's defaults, which leave the base alone, take its place. For MiSS the same key
+    names the form of its adapters.
 
     Args:
         config: What `adapter_config.json` holds.
 
-    Relies on: `init_lora_weights` and `init_weights`, the names of the configs that
-    LoRA's starts have, and those of what prompts start with, a tokenizer among it.
+    Relies on: `init_lora_weights` and `init_weights`, the names of the settings of
+    LoRA's initializations, and those of a prompt's, its tokenizer included.
     Breaks: PiSSA and its like would take their part out of the delivered base again.
     """
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
@@ -1105,7 +1108,7 @@ def without_start(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_in_base(model: Any) -> str | None:
-    """The start of an adapter that took a part out of the base, or added one; None if the base is the user's own.
+    """The initialization by which an adapter changed the base; None if the base is the user's own.
 
     Args:
         model: Of PEFT.
@@ -1122,11 +1125,11 @@ def start_in_base(model: Any) -> str | None:
 
 
 def factors_base(wrapper: nn.Module) -> str | None:
-    """The tuner of an adapter that computes with factors of its layer's weight, which PEFT finds anew when it loads it.
+    """The tuner of an adapter that computes with factors of its layer's weight, which PEFT computes anew on loading.
 
     Relies on: The names of the modules in `peft.tuners`.
-    Breaks: Such a run would go to its end, and the proof then say that what is
-    delivered answers otherwise.
+    Breaks: Such a run would train to its end, and only then would the proof say that
+    the delivered model answers differently.
     """
     path = type(wrapper).__module__.split(".")
     tuners = ("adamss", "frod", "osf", "psoft")
@@ -1155,17 +1158,17 @@ def trains_tokens(module: nn.Module) -> bool:
 
 
 def has_dora(module: nn.Module) -> bool:
-    """Whether an adapter's wrapper scales the weight's rows to norms that it learns.
+    """Whether an adapter's wrapper scales the rows of the weight to learned norms.
 
     Relies on: `lora_magnitude_vector`.
-    Breaks: DoRA on a quantized layer would not be refused, and compute something else
-    after loading.
+    Breaks: DoRA on a quantized layer would not be refused, and would compute something
+    else after loading.
     """
     return bool(getattr(module, "lora_magnitude_vector", ()))
 
 
 class Lora(NamedTuple):
-    """An adapter of LoRA: the weight is to become W + `scaling` `b` `a`, its rows as long as `magnitude` says."""
+    """An adapter of LoRA: the weight becomes W + `scaling` `b` `a`, with rows of the norms in `magnitude`, if any."""
 
     scaling: float
     a: Tensor

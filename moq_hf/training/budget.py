@@ -36,7 +36,8 @@ class Chosen:
         bits: Bits that the block ends with.
         weights: Number of its weights.
         cost: What these bits cost by the measure.
-        saved: Megabytes (10^6 bytes) of codes saved against the largest choice of bits.
+        saved: Megabytes (10^6 bytes) of codes saved, compared with the largest choice
+            of bits.
     """
 
     bits: PackedBits
@@ -54,7 +55,7 @@ class Choice:
         step: Optimizer steps taken when the choice was made.
         blocks: Block name to what was chosen.
         limit: The budget: bits per weight, or megabytes of the file.
-        reached: What the choice takes of it, in the same unit.
+        reached: How much of it the choice takes, in the same unit.
         in_file: Whether the unit is megabytes.
     """
 

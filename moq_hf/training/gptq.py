@@ -22,15 +22,16 @@ from .measuring import eager, evaluating
 from .samples import first_batches
 
 
-class _Arrived(Exception):
-    """A forward pass has come to the layer that is looked at."""
+class _StopForward(Exception):
+    """Ends a forward pass at the layer that is calibrated."""
 
 
 def check_possible(trainer: Trainer, layers: Collection[QuantLayer]) -> None:
     """Check, before the first step, that layers can be rounded from training examples.
 
     Raises:
-        MoQError: Weights are kept apart, or none is to be rounded.
+        MoQError: FSDP2 or DeepSpeed keeps the weights elsewhere, or no layer is to be
+            rounded.
     """
     key = next(iter(layers)).moq.config.spell("gptq")
     if trainer.is_deepspeed_enabled or any(is_apart(x.float_weight) for x in layers):
@@ -54,8 +55,8 @@ def start_from_gptq(
     Args:
         trainer: Computes the loss of a batch, and with it the inputs.
         model: Unwrapped (no DDP).
-        layers: At the bits that they are to be rounded to.
-        examples: Of all processes together; each reads whole batches.
+        layers: Already at the bits that they are to be rounded to.
+        examples: How many, over all processes; each process reads whole batches.
 
     Raises:
         MoQError: The inputs of a layer are not finite.
@@ -72,7 +73,7 @@ def start_from_gptq(
 
 
 def can_round(layers: Iterable[QuantLayer]) -> list[QuantLayer]:
-    """Those of the layers that GPTQ rounds: linear ones with a weight of their own, which no adapter is merged into."""
+    """The layers that GPTQ can round: linear ones with a weight of their own and no merged adapter."""
     return [
         layer
         for layer in layers
@@ -95,13 +96,13 @@ def round_weights(
 ) -> None:
     """Round weights with `quantizer.gptq`, layer by layer: each sees the inputs that the ones before now give.
 
-    Layers that are not called stay as they are. All processes that share a model must
-    call it.
+    A layer that is never called keeps its weight. All processes that share the model
+    must call this.
 
     Args:
         model: In evaluation mode, without gradients.
-        layers: Of `can_round`, at the bits that they are to be rounded to.
-        batches: Of a batch the first call of a layer counts.
+        layers: From `can_round`, already at the bits that they are to be rounded to.
+        batches: If a batch calls a layer more than once, the first call counts.
         run: Runs the model on a batch.
 
     Raises:
@@ -129,24 +130,24 @@ def _round(
     def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         inputs = args[0]
         if isinstance(mask, Tensor) and mask.shape == inputs.shape[:-1]:
-            # Padding says nothing.
+            # Padding does not count.
             inputs = inputs[mask.bool()]
         inputs = inputs.flatten(0, -2).float()
         moment.addmm_(inputs.t(), inputs)
-        raise _Arrived
+        raise _StopForward
 
-    def arrived(*_: Any) -> None:
-        raise _Arrived
+    def stop(*_: Any) -> None:
+        raise _StopForward
 
     with (
         pretrained(model).register_forward_pre_hook(note_mask, with_kwargs=True),
         layer.register_forward_pre_hook(add),
         # Where the layer is not called, the pass ends before the loss.
-        model.register_forward_hook(arrived),
+        model.register_forward_hook(stop),
     ):
         for batch in batches:
-            with contextlib.suppress(_Arrived):
-                # Losses take labels out of their batch.
+            with contextlib.suppress(_StopForward):
+                # Some losses pop the labels from their batch.
                 run(model, copy.copy(batch))
     if is_distributed():
         dist.all_reduce(moment)

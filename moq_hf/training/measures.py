@@ -1,4 +1,4 @@
-"""Measures of how sensitive a block is to rounding, each a class that checks the model, prices and measures.
+"""Measures of how sensitive a block is to rounding: each checks the model, estimates its own cost, and measures.
 
 `divergence`: how far the model's predictions move when one block is rounded to other
 bits. With p the current class probabilities and q those with the block at other bits,
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 # The cost of each block at each number of bits: block name to bits to cost.
 Costs = dict[str, dict[int, float]]
-# The scalar mean loss of a model over a batch, given as the keyword arguments of its
-# forward pass.
+# The scalar mean loss of a model over a batch of keyword arguments for its forward
+# pass.
 ModelLoss = Callable[[nn.Module, Batch], Tensor]
 
 # In units of the forward and backward pass of one training example, as measured in
@@ -45,7 +45,7 @@ PRODUCT_COST = 0.6
 FORWARD_COST = 0.4
 # Products that a block takes early in training, when it takes the most.
 FIRST_PRODUCTS = {"lanczos": 11, "power": 23}
-# The most logits that are kept to compare, half a gigabyte in float64. With a large
+# The most logits kept for comparison, half a gigabyte in float64. With a large
 # vocabulary not every token is compared.
 KEPT_LOGITS = 1 << 26
 
@@ -70,7 +70,7 @@ def model_loss(model: nn.Module, inputs: Batch) -> Tensor:
 
 
 class _Measure:
-    """What all measures have in common.
+    """The base of the measures.
 
     Args:
         model: The model in training.
@@ -81,7 +81,7 @@ class _Measure:
     Attributes:
         loss: Gives the scalar mean loss of the model over a batch; by default the loss
             in the model's output.
-        device: That of the model.
+        device: Device of the model.
         is_apart: Whether FSDP2 or ZeRO-3 takes the parameters apart.
         products: Products with the Hessian that a block took on average in the last
             measurement.
@@ -130,7 +130,7 @@ class _Measure:
             logger.warning("%s", warning)
 
 
-class Divergence(_Measure):
+class DivergenceMeasure(_Measure):
     """Compares the model's predictions; see the module's docstring."""
 
     name = "divergence"
@@ -173,7 +173,7 @@ class Divergence(_Measure):
     def costs(
         self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]
     ) -> Costs:
-        """The divergence of each block at each of some bits, with all others as they are; the same in all ranks.
+        """The divergence of each block at each of the given bits, all others unchanged; the same in all ranks.
 
         Args:
             batches: Training examples, on the model's device.
@@ -196,7 +196,7 @@ class Divergence(_Measure):
                             rows * reference()
                             for rows, reference in zip(counts, references, strict=True)
                         ]
-                    # A divergence below 0 is rounding. In this order NaN stays NaN.
+                    # Below 0 is rounding error. In this order NaN stays NaN.
                     costs[block][bits] = max(sum(sums) / sum(counts), 0.0)
         for name, own in costs.items():
             means = mean_over_ranks([*own.values()], self.device)
@@ -219,7 +219,7 @@ class Divergence(_Measure):
         }
 
 
-class Eigenvalue(_Measure):
+class EigenvalueMeasure(_Measure):
     """Finds the largest eigenvalues of the loss's Hessian; see `moq_hf.eigen`."""
 
     name = "eigenvalue"
@@ -245,7 +245,7 @@ class Eigenvalue(_Measure):
             )
 
     def cost(self, rows: float, levels: int = 1) -> float:
-        """What a measurement costs, in training examples: products, and one graph, or a graph a product for batches."""
+        """What a measurement costs, in training examples: products and a graph; with batches, a graph a product."""
         graphs = 1.0 if rows <= CHUNK else self.products
         return rows * (
             GRAPH_COST * graphs + PRODUCT_COST * self.products * len(self.blocks)
@@ -254,7 +254,7 @@ class Eigenvalue(_Measure):
     def costs(
         self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]
     ) -> Costs:
-        """The second-order costs, for the worst direction of a block's change by rounding.
+        """Second-order estimates of what rounding costs, as if it changed a block in the worst direction.
 
         A cost is half the block's eigenvalue times the squared length of that change.
 
@@ -320,10 +320,10 @@ class Eigenvalue(_Measure):
             return self.loss(self.model, batch) * weight
 
 
-Measure = Divergence | Eigenvalue
+Measure = DivergenceMeasure | EigenvalueMeasure
 MEASURES: dict[str, type[Measure]] = {
-    "divergence": Divergence,
-    "eigenvalue": Eigenvalue,
+    "divergence": DivergenceMeasure,
+    "eigenvalue": EigenvalueMeasure,
 }
 
 
@@ -371,7 +371,7 @@ def _reference(model: nn.Module, batch: Batch, size: int) -> Callable[[], float]
     problem = getattr(getattr(model, "config", None), "problem_type", None)
 
     def compared(logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # In float64, for small differences of large numbers, which not every device has.
+        # Small differences of large numbers need float64, which not every device has.
         return {
             name: logits[name].flatten(0, -2)[own].cpu().double()
             for name, own in rows.items()
@@ -391,8 +391,8 @@ def compared_rows(logits: Tensor, labels: Any, size: int) -> Tensor:
     Args:
         logits: The logits of a batch.
         labels: The labels of the batch from `labels_at_logits`; see `logits_loss`.
-        size: The most numbers in all rows together; of more rows, evenly spaced ones
-            are taken.
+        size: The most numbers in all compared rows together; where there are more,
+            evenly spaced rows are taken.
     """
     count = logits.shape[:-1].numel()
     rows = torch.arange(count, device=logits.device)

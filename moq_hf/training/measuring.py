@@ -20,8 +20,8 @@ from ..schedule import FLOAT_BITS
 from ..seams.engines import FSDP2
 from ..seams.transformers import attention_of, set_attention, undo_mixed_precision
 
-# Held while settings of the whole process are others than usual: two threads that put
-# them back in the wrong order would leave them so.
+# Held while settings of the whole process are changed: two threads that restored them
+# in the wrong order would leave them changed.
 ONE_AT_A_TIME = threading.RLock()
 
 
@@ -29,13 +29,13 @@ ONE_AT_A_TIME = threading.RLock()
 def measuring(
     model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]] | None = None
 ) -> Iterator[dict[str, list[Tensor]]]:
-    """Take `model` out of training, computing in float32, for the duration; afterwards it is as it was.
+    """Take `model` out of training and compute in float32 inside; afterwards it is as it was.
 
     Inside there is no autocast, no dropout and no compiled code, and attention can be
     differentiated twice. All parameters are stand-ins and all buffers copies: the
     model's own get no gradient, no new version and no hook called. Random numbers drawn
-    inside leave the generators as they were. What FSDP2 or ZeRO-3 takes apart keeps its
-    parameters, and the precision that it trains in.
+    inside leave the generators as they were. A model that FSDP2 or ZeRO-3 takes apart
+    keeps its parameters and its training precision.
 
     Args:
         model: Unwrapped (no DDP).
@@ -78,7 +78,7 @@ def measuring(
 
 @contextlib.contextmanager
 def at_bits(layers: Sequence[QuantLayer], bits: int) -> Iterator[None]:
-    """Give these layers `bits`, and no share of the float weight, for the duration."""
+    """Give these layers `bits` for the duration, with no share of the float weight."""
     with _restored(layer.moq for layer in layers):
         for layer in layers:
             layer.moq.blend = 0.0
@@ -107,7 +107,7 @@ def repeatable() -> Iterator[None]:
 
 
 def eager() -> contextlib.AbstractContextManager[Any]:
-    """No code that was compiled runs inside."""
+    """Run no compiled code inside."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
@@ -155,7 +155,7 @@ def _restored(objects: Iterable[object]) -> Iterator[None]:
 def _exchange(
     model: nn.Module, blocks: Mapping[str, Iterable[nn.Parameter]] | None
 ) -> dict[int, list[Tensor]]:
-    """Take the modules out of training, and exchange parameters and buffers for others in float32.
+    """Take the modules out of training, and replace their parameters and buffers with float32 ones.
 
     Returns:
         The stand-ins of each parameter, by its id; two for a weight that a quantized
@@ -181,7 +181,7 @@ def _exchange(
                 continue
             key = id(parameter), id(parameter) in values
             if key not in made:
-                # Nothing writes into it: memory may be the parameter's own.
+                # Nothing writes to it, so it may share the parameter's memory.
                 value = values.get(id(parameter), parameter.detach()).float()
                 made[key] = nn.Parameter(value, requires_grad=id(parameter) in measured)
                 stand_ins.setdefault(id(parameter), []).append(made[key])

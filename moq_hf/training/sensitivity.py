@@ -22,7 +22,7 @@ from .samples import Batch, Samples, rows_of
 
 logger = logging.getLogger(__name__)
 
-# A measurement takes at least so many examples, however small the budget of time is.
+# A measurement takes at least this many examples, however small the budget of time.
 MIN_ROWS = 8
 # How much faster a training step in half precision is than in float32, in which
 # sensitivity is measured.
@@ -30,7 +30,7 @@ HALF_PRECISION = 4.0
 
 
 def normalize(scores: Mapping[str, float]) -> dict[str, float]:
-    """Divide scores by the largest finite one, to 0 to 1; one that is not finite gives 1, as do all if none is.
+    """Divide scores by the largest finite one; a score that is not finite gives 1, as do all if none is finite.
 
     >>> normalize({"a": 4.0, "b": 1.0, "c": math.nan})
     {'a': 1.0, 'b': 0.25, 'c': 1.0}
@@ -57,11 +57,11 @@ class Sensitivity:
 
     Attributes:
         blocks: Block name to its parameters.
-        entries: The entries of lists of layers that the blocks are of, or parts of.
+        entries: The entries of the model's layer lists that the blocks belong to.
         measure: The `Measure` that compares them.
         scores: Block name to the magnitude of its eigenvalue, or to its divergence at
             its next bits; empty before the first measurement.
-        seconds: Time that measuring took, in this process.
+        seconds: Seconds that measuring took in this process.
     """
 
     def __init__(
@@ -178,9 +178,9 @@ class Sensitivity:
         )
 
     def costs(self, choices: Sequence[int]) -> Costs:
-        """What each block costs at each of some bits, with all others as they are now.
+        """What each block costs at each of the given bits, all others unchanged.
 
-        It counts for the budget of time, with fewer examples where that is small.
+        It counts towards the budget of time, and takes fewer examples if that is small.
 
         Raises:
             MoQError: There are no samples, the model cannot be measured, or no cost is
@@ -251,8 +251,8 @@ class Sensitivity:
     def _batches(self, rows: int) -> tuple[list[Batch], float]:
         """The latest `rows` examples, on the model's device, and their number, the mean over the ranks.
 
-        They are in float32, unless FSDP2 or ZeRO-3 sets another precision. Those gather
-        weights for each batch, so that all ranks must have equally many batches.
+        They are in float32, unless FSDP2 or ZeRO-3 sets another precision. These gather
+        the weights for each batch, so all ranks must have the same number of batches.
 
         Raises:
             MoQError: There are no examples.
@@ -280,7 +280,7 @@ class Sensitivity:
 def _blocks_of(
     inventory: Inventory, config: MoQConfig, units: Mapping[str, Sequence[str]] | None
 ) -> tuple[dict[str, list[nn.Parameter]], Mapping[str, Sequence[str]], list[str]]:
-    """Find the parameters and the layers of the blocks to measure, and the entries of lists that these are of.
+    """Find parameters and layers of the blocks to measure, and the entries of layer lists that they belong to.
 
     Raises:
         MoQError: There is nothing to measure.
@@ -301,7 +301,7 @@ def _blocks_of(
         )
     parts = split_blocks(layers, config)
     weights = _weights_of(inventory, parts)
-    # Of an entry that is a block as a whole, biases and norms count too.
+    # Where a whole entry is one block, its biases and norms count too.
     entries = {
         block: blocks[block] for block in layers if parts.get(block) == layers[block]
     }
@@ -312,7 +312,7 @@ def _weights_of(
     inventory: Inventory, blocks: Mapping[str, Sequence[str]]
 ) -> dict[str, list[nn.Parameter]]:
     parameters = dict(inventory.parameters())
-    # Experts are called as their parameter.
+    # Experts go by the name of their parameter.
     return {
         block: [
             parameters[layer if layer in inventory.experts else f"{layer}.weight"]
