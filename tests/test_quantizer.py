@@ -49,9 +49,7 @@ def as_loaded(scale: np.float32, dtype: str) -> np.float32:
     return np.float32(np.copysign(size, scale))
 
 
-def by_hand(  # noqa: C901 - the contract's formulas side by side
-    w: torch.Tensor, bits: int, grid: Grid, ratio: float
-) -> np.ndarray:
+def by_hand(w: torch.Tensor, bits: int, grid: Grid, ratio: float) -> np.ndarray:
     """The contract's formulas, group by group in numpy float32, nearest rounding."""
     x = w.to(torch.float32).numpy()
     match grid.grouping:
@@ -61,44 +59,45 @@ def by_hand(  # noqa: C901 - the contract's formulas side by side
             flat = x
         case PerGroup(size):
             flat = x.reshape(-1, size)
-    out = np.zeros_like(flat)
+    is_uniform = bits > 2 or (bits == 2 and (grid.full or not grid.symmetric))
+    group_by_hand = uniform_by_hand if is_uniform else few_by_hand
+    return np.stack([group_by_hand(group, bits, grid, np.float32(ratio)) for group in flat]).reshape(x.shape)
+
+
+def uniform_by_hand(g: np.ndarray, bits: int, grid: Grid, ratio: np.float32) -> np.ndarray:
+    """A group on a grid of equal steps."""
     f = np.float32
-    for i, g in enumerate(flat):
-        if bits > 1 and grid.full:
-            m = g.max() if g.max() >= -g.min() else g.min()
-            scale = f(m * f(ratio)) / f(-(2 ** (bits - 1)))
-            if abs(scale) < np.finfo(f).tiny:
-                continue
-            scale = as_loaded(scale, grid.scale_dtype)
-            out[i] = np.clip(np.round(g / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
-        elif bits > 2 or (bits == 2 and not grid.symmetric):
-            if grid.symmetric:
-                top = f(2 ** (bits - 1) - 1)
-                scale = f(np.abs(g).max() * f(ratio)) / top
-                if scale < np.finfo(f).tiny:
-                    continue
-                scale = as_loaded(scale, grid.scale_dtype)
-                out[i] = np.clip(np.round(g / scale), -top, top) * scale
-            else:
-                top = f(2**bits - 1)
-                lo, hi = f(min(f(0), g.min()) * f(ratio)), f(max(f(0), g.max()) * f(ratio))
-                scale = f(hi - lo) / top
-                if scale < np.finfo(f).tiny:
-                    continue
-                scale = as_loaded(scale, grid.scale_dtype)
-                zero = np.clip(np.round(-lo / scale), 0, top)
-                out[i] = (np.clip(np.round(g / scale) + zero, 0, top) - zero) * scale
-        else:
-            mean = f(np.abs(g).sum(dtype=np.float64) / g.size)
-            if mean < np.finfo(f).tiny:
-                continue
-            if bits == 1:
-                out[i] = np.where(g < 0, f(-1), f(1)) * as_loaded(mean, grid.scale_dtype)
-            else:
-                above = np.abs(g) > f(0.7) * mean
-                scale = f(np.abs(g)[above].sum(dtype=np.float64) / above.sum())
-                out[i] = np.sign(g) * above * as_loaded(scale, grid.scale_dtype)
-    return out.reshape(x.shape)
+    half = 2 ** (bits - 1)
+    low, top, zero = -half, half - 1, f(0)
+    if grid.full:
+        m = g.max() if g.max() >= -g.min() else g.min()
+        scale = f(m * ratio) / f(-half)
+    elif grid.symmetric:
+        low = -top
+        scale = f(np.abs(g).max() * ratio) / f(top)
+    else:
+        low, top = 0, 2**bits - 1
+        lo, hi = f(min(f(0), g.min()) * ratio), f(max(f(0), g.max()) * ratio)
+        scale = f(hi - lo) / f(top)
+    if abs(scale) < np.finfo(f).tiny:
+        return np.zeros_like(g)
+    scale = as_loaded(scale, grid.scale_dtype)
+    if not grid.symmetric:
+        zero = np.clip(np.round(-lo / scale), low, top)
+    return (np.clip(np.round(g / scale) + zero, low, top) - zero) * scale
+
+
+def few_by_hand(g: np.ndarray, bits: int, grid: Grid, ratio: np.float32) -> np.ndarray:
+    """A binary or ternary group."""
+    f = np.float32
+    mean = f(np.abs(g).sum(dtype=np.float64) / g.size)
+    if mean < np.finfo(f).tiny:
+        return np.zeros_like(g)
+    if bits == 1:
+        return np.where(g < 0, f(-1), f(1)) * as_loaded(mean, grid.scale_dtype)
+    above = np.abs(g) > f(0.7) * mean
+    scale = f(np.abs(g)[above].sum(dtype=np.float64) / above.sum())
+    return np.sign(g) * above * as_loaded(scale, grid.scale_dtype)
 
 
 @given(weights, modes, st.sampled_from([1.0, 0.85, 0.2]))
@@ -340,20 +339,13 @@ def test_ggml_s_q4_0_finds_the_codes_of_a_weight_on_that_grid(x: np.ndarray) -> 
     assert (theirs[~some] == 8).all() and not codes.numpy()[~some].any()
 
 
-def test_stochastic_rounding_of_a_full_range_is_unbiased() -> None:
-    w = torch.full((1, 50_000), 0.3)
-    w[0, 0] = 8.0
-    codes, scale, _ = quantizer.quantize(w, 4, Grid(stochastic=True, full=True))
-    assert float(scale) == -1.0 and int(codes[0, 0]) == -8
-    assert set(codes[0, 1:].unique().tolist()) == {-1, 0}
-    assert abs(float(codes[0, 1:].float().mean()) + 0.3) < 5 * (0.21 / 50_000) ** 0.5
-
-
-def test_stochastic_rounding_is_unbiased_and_keyed() -> None:
+@pytest.mark.parametrize(("full", "largest"), [(False, 7.0), (True, -8.0)])
+def test_stochastic_rounding_is_unbiased_and_keyed(full: bool, largest: float) -> None:
+    grid = replace(NOISY, full=full)
     w = torch.full((1, 200_000), 0.3)
-    w[0, 0] = 7.0
+    w[0, 0] = largest
     draws = [
-        quantizer.quantize(w, 4, NOISY, seed=RoundingSeed(*words)).codes[0, 1:].float()
+        quantizer.quantize(w, 4, grid, seed=RoundingSeed(*words)).codes[0, 1:].float()
         for words in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**40, 0, 0)]
     ]
     for codes in draws:
@@ -362,8 +354,10 @@ def test_stochastic_rounding_is_unbiased_and_keyed() -> None:
         assert abs(float(codes.mean()) - 0.3) < 5 * (0.21 / 200_000) ** 0.5
     for a, b in itertools.combinations(draws, 2):
         assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.02
-    again = quantizer.quantize(w, 4, NOISY).codes[0, 1:].float()
-    assert torch.equal(again, draws[0])
+    assert torch.equal(quantizer.quantize(w, 4, grid).codes[0, 1:].float(), draws[0])
+
+
+def test_uniform_numbers() -> None:
     u = quantizer.uniform(torch.empty(1_000_001), RoundingSeed(3))
     assert u.shape == (1_000_001,) and float(u.min()) >= 0 and float(u.max()) < 1
     assert abs(float(u.mean()) - 0.5) < 5 * (1 / 12 / 1e6) ** 0.5

@@ -39,7 +39,7 @@ def bits_in(folder: Path) -> int:
 
 def killed_in_its_proof(folder: str) -> None:
     torch.set_num_threads(1)
-    ReferenceOutputs.prove = lambda self, path, rounded: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment, return-value]
+    ReferenceOutputs.prove = lambda self, path, rounded: os.kill(os.getpid(), signal.SIGKILL)
     stock(Path(folder), NEW, max_steps=2, save_strategy="steps", save_steps=2).train()
 
 
@@ -63,7 +63,7 @@ def test_a_run_that_is_killed_in_its_proof_has_delivered(before: bool, old: Path
     with torch.no_grad():
         assert torch.equal(loaded(**IDS).logits, resumed.model.eval()(**IDS).logits)
     assert "Verified" in (folder / "README.md").read_text(encoding="utf-8")
-    assert verify_quantized(folder, resumed.model).proof.agrees  # type: ignore[union-attr]
+    assert verify_quantized(folder, resumed.model).proof.agrees
 
 
 def test_an_interrupt_while_delivering_goes_through_and_leaves_a_whole_model(
@@ -85,7 +85,7 @@ def test_an_interrupt_while_delivering_goes_through_and_leaves_a_whole_model(
     assert not list(tmp_path.rglob("*.writing"))
     monkeypatch.undo()
     save_quantized(trainer.model, folder, inputs=IDS)
-    assert verify_quantized(folder).proof.agrees  # type: ignore[union-attr]
+    assert verify_quantized(folder).proof.agrees
 
 
 def test_a_second_run_in_a_folder_leaves_nothing_of_the_first(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_two_processes_that_save_to_one_folder_wait_for_each_other(tmp_path: Pat
         process.join(120)
     assert [process.exitcode for process in pair] == [0, 0]
     found = verify_quantized(tmp_path / "out")
-    assert found.proof is not None and found.proof.agrees and found.state["layout"] == "packed"
+    assert found.proof.agrees and found.state["layout"] == "packed"
     assert found.state["reason"] is None
     assert sorted(os.listdir(tmp_path)) == ["2.done", "4.done", "out"]
 

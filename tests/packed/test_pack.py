@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import checkpoint_formats
 import peft
 import pytest
 import tiny_runs
@@ -168,23 +167,10 @@ def test_of_other_runs_and_models(case: str, tmp_path: Path) -> None:
     assert_same(tmp_path / "out", delivered)
 
 
-def test_zero_in_bfloat16_gives_what_the_run_computed_with(tmp_path: Path) -> None:
-    """Its masters are float32; what is delivered is made of the weights that were evaluated."""
-    weights = {"a": torch.randn(7, 5).bfloat16(), "b": torch.randn(3).bfloat16(), "c": torch.randn(4, 4).bfloat16()}
-    checkpoint_formats.zero_3(tmp_path, weights, prefix="bf16_")
-    folder = zero_folder(tmp_path)
-    assert folder is not None
-    found = zero_weights(folder)
-    assert list(found) == list(weights)
-    tiny_runs.assert_same(dict(found), weights)
-    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
-
-
 def test_reads_what_deepspeed_wrote() -> None:
     """Two processes, bfloat16, frozen tables and small flat groups; what it gathered itself lies beside it."""
     golden = ROOT / "tests" / "golden" / "zero_3"
     folder = zero_folder(golden)
-    assert folder is not None
     found, expected = dict(zero_weights(folder)), load_file(golden / "expected.safetensors")
     tiny_runs.assert_same(found, expected)
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
@@ -272,6 +258,10 @@ def other_shards(folder: Path) -> None:
 
 NOT_THOSE = "is not the file that was saved with its trainer_state.json"
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "Sentence Transformers": (
+        lambda folder: (folder / "config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}'),
+        "it is of Sentence Transformers; resume the run from it",
+    ),
     "a delivered model": (replaced("moq_state.json", "{}"), "it is what a run delivered; give a checkpoint"),
     "no folder": (shutil.rmtree, "not a whole checkpoint (there is no such folder)"),
     "no state": (without("trainer_state.json"), "not a whole checkpoint (trainer_state.json is missing)"),
@@ -298,10 +288,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "own class": (edited("config.json", lambda c: c.update(architectures=["Mine"])), "'Mine' is not a class"),
     "broken config": (replaced("config.json", "{"), "the config of"),
     "other sizes": (edited("config.json", lambda c: c.update(hidden_size=32)), "size mismatch for "),
-    "fewer layers": (
-        edited("config.json", lambda c: c.update(num_hidden_layers=1)),
-        'Unexpected key(s) in state_dict: "bert',
-    ),
     "more layers": (edited("config.json", lambda c: c.update(num_hidden_layers=3)), "Missing key(s) in state_dict"),
     "no weights": (without("model.safetensors"), "holds no weights"),
     "state of another step": (
@@ -350,10 +336,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "ZeRO-3 without a process": (
         in_format("ZeRO-3", without(f"{ZERO}/zero_pp_rank_2_mp_rank_00_optim_states.pt")),
         "zero_pp_rank_2_mp_rank_00_optim_states.pt is missing: the run had 3 processes",
-    ),
-    "ZeRO-3 with another optimizer": (
-        in_format("ZeRO-3", lambda f: torch.save({}, f / ZERO / "zero_pp_rank_1_mp_rank_00_optim_states.pt")),
-        "cannot be read: KeyError: 'optimizer_state_dict'",
     ),
     "ZeRO-3 with too little": (
         in_format(
@@ -427,12 +409,6 @@ def test_the_metrics_are_those_of_its_own_step(tmp_path: Path) -> None:
         for made, step in ((folder / "quantized", best), (folder / "out", 4)):
             assert verify_quantized(made).state["metrics"]["step"] == step
         assert read_run(folder).quantized["score"] == {2: 0.9, 4: 0.3}[best]
-
-
-def test_a_checkpoint_of_sentence_transformers_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    (checkpoint / "config_sentence_transformers.json").write_text('{"model_type": "SentenceTransformer"}')
-    with pytest.raises(MoQError, match="it is of Sentence Transformers; resume the run from it"):
-        pack_checkpoint(checkpoint, tmp_path / "out")
 
 
 def test_the_float_metrics_of_a_run_that_was_float_first(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_a_model_that_was_loaded_from_the_folder_is_verified(run: Path) -> None:
     model = hf.BertForSequenceClassification.from_pretrained(run / "quantized")
     inputs = {"input_ids": torch.arange(5, 15)[None]}
     proof = verify_quantized(run / "quantized", model, inputs=inputs).proof
-    assert proof is not None and (proof.agrees, proof.largest_difference) == (True, 0.0)
+    assert (proof.agrees, proof.largest_difference) == (True, 0.0)
 
 
 def test_servers_of_the_folder(run: Path) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.utils import logging
 
-from moq_hf import quantize_model, verify_quantized
-from moq_hf.model.convert import quant_layers
+from moq_hf import verify_quantized
 from moq_hf.packed.load_check import quiet
 from moq_hf.training.measuring import measuring, repeatable
 
@@ -212,51 +211,6 @@ def test_threads_leave_the_settings_of_the_process_as_they_were(context: Any) ->
     leave.set()
     thread.join(10)
     assert entered.is_set() and settings_of_the_process() == before
-
-
-class LayerDrop(nn.Module):
-    """Leaves layers out at random, as OPT and wav2vec 2.0 do in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if torch.rand([]) > 0.4:
-                x = x + nn.functional.dropout(layer(x), 0.1)
-        return x
-
-
-# Dynamo itself instantiates the autograd function that it traces, and looks at `grad` where it breaks a graph.
-@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_layers_dropped_at_random_compile_once_for_all_bits() -> None:
-    config = {"quantize_bits": {"start_bits": 8, "target_bits": 8}, "quantize_algo": {"rounding": "stochastic"}}
-    results, graphs = [], []
-    for is_compiled in (True, False):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        hf.set_seed(3)
-        model = quantize_model(LayerDrop(), {**config, "quantize_heads": True})
-        run: Any = torch.compile(model, backend="eager") if is_compiled else model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        losses = []
-        for step in range(12):
-            model.train()
-            for layer in quant_layers(model).values():
-                layer.set_bits(8 - step // 2)
-            loss = run(torch.randn(4, 8)).pow(2).sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        results.append(losses)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    torch._dynamo.reset()
-    assert results[0] == results[1]
-    # Six widths went through them; one makes all weights when a pass begins.
-    assert 0 < graphs[0] <= 3 and graphs[1] == 0
 
 
 def test_a_pytorch_built_for_an_accelerator_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
