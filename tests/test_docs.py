@@ -254,11 +254,8 @@ def test_make_ptx(tmp_path: Path) -> None:
 def test_the_extras() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    extras = {name: value.split() for name, value in setup["options.extras_require"].items()}
-    assert {"datasets>=4", "evaluate>=0.4.6"} <= set(extras["glue"]) and extras["openvino"][0] == "moq_hf[onnx]"
-    assert extras["onnx"][0].startswith("onnx>") and extras["gguf"][0].startswith("gguf>")
-    assert "trl>=1.16" in extras["dev"] and "mkdocstrings[python]>=1.0" in extras["docs"]
-    assert extras["dev"][0].startswith("moq_hf[docs,")
+    installed = set(re.findall(r"\[(\w+)\]'", "\n".join(COMMANDS)))
+    assert {"docs", "embeddings", "glue"} <= installed <= set(setup["options.extras_require"])
 
 
 @pytest.mark.slow

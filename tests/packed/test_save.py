@@ -388,7 +388,8 @@ def test_a_shard_index_points_nowhere_else(place: Any, edited: Path, monkeypatch
     assert opened == []
 
 
-def test_any_value_changed_by_hand_is_one_error_or_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0.25, pytest.param(1.0, marks=LONG)])
+def test_any_value_changed_by_hand_is_one_error_or_none(share: float, tmp_path: Path) -> None:
     config = config_of(4, quantize_embeddings=4, quantize_schedule={"schedule_offset": 1})
     controller = MoQController(bert(blocks=1), MoQConfig.from_dict(config), 9)
     controller.step()
@@ -397,7 +398,7 @@ def test_any_value_changed_by_hand_is_one_error_or_none(tmp_path: Path) -> None:
     for name in (STATE_NAME, "config.json"):
         document = json.loads((tmp_path / "ok" / name).read_text())
         for path in places(document):
-            if path[0] in ("digest", "config_json") or generator.random() < 0.4:
+            if path[0] in ("digest", "config_json") or generator.random() >= share:
                 continue
             folder = tmp_path / "changed"
             shutil.copytree(tmp_path / "ok", folder, dirs_exist_ok=True)
@@ -548,6 +549,7 @@ def test_a_crafted_config_is_one_error(
     for words in (
         ["inspect", str(edited)],
         ["export", "--to", "float", str(edited), str(tmp_path / "out")],
+        ["export", "--to", "onnx", str(edited), str(tmp_path / "out")],
         ["plan", "w4", "--max_steps", "100", "--model", str(edited)],
     ):
         codes.append(main(words))
@@ -885,7 +887,7 @@ def test_a_class_whose_weights_are_taken_apart_while_loading_is_saved_as_floats(
     assert ("encoder.layer.0.mlp.gate_proj" in quant_layers(model)) == gated
     save_quantized(model, tmp_path / "found")
     told = "every quantized layer is saved as floats on the grid, at full size: transformers takes the weights of this "
-    assert [text.startswith(f"moq_hf: {told}") for text in caplog.messages] == [True, True]
+    assert caplog.messages[-1].startswith(f"moq_hf: {told}")
     pictures = torch.randn(2, 3, 16, 16)
     loaded = hf.Dinov2Model.from_pretrained(tmp_path / "found")
     assert torch.equal(loaded(pictures).last_hidden_state, model(pictures).last_hidden_state)
