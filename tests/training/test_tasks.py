@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
+from long_tests import long_but_for
 from model_zoo import CONFIG, ROWS, STEPS, Stranger, arguments, inputs_of, new_model, rows_of
 from safetensors.torch import load_file
 from stranger import outputs_of
@@ -45,6 +46,14 @@ SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 
 def bits_of(model: nn.Module) -> set[int]:
     return {layer.moq.bits for layer in quant_layers(model).values()}
+
+
+def trained(model: Any, folder: Path, task: str = TASK, config: Any = CONFIG, **more: Any) -> MoQCallback:
+    """A stock Trainer's run, whose delivered model was proven."""
+    callback = MoQCallback(config)
+    hf.Trainer(model, arguments(folder, **more), train_dataset=rows_of(task), callbacks=[callback]).train()
+    assert callback.delivered.proof.agrees
+    return callback
 
 
 def equal(one: nn.Module, other: nn.Module, inputs: dict[str, torch.Tensor]) -> bool:
@@ -139,7 +148,7 @@ def test_a_search_begins_each_trial_anew_and_a_pruned_one_leaves_nothing_broken(
     library = ModuleType("wandb")
     library.__spec__ = ModuleSpec("wandb", None)
     # A name for each trial.
-    library.run = SimpleNamespace(id=-1)  # type: ignore[attr-defined]
+    library.run = SimpleNamespace(id=-1)
     monkeypatch.setitem(sys.modules, "wandb", library)
     trainer, diary = searching(tmp_path)
     trainer.hyperparameter_search(backend="wandb", n_trials=3)
@@ -227,8 +236,7 @@ def test_lora_on_quantized_layers(
 ) -> None:
     model = adapted(family, task, targets)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    trainer = hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(task), callbacks=[MoQCallback(CONFIG)])
-    trainer.train()
+    trained(model, tmp_path, task)
     layers = quant_layers(model)
     # What LoRA wraps is quantized as well as what it leaves alone; the adapters are neither.
     assert any(name.endswith(".base_layer") for name in layers) and bits_of(model) == TARGET
@@ -246,22 +254,28 @@ def test_lora_on_quantized_layers(
     inputs = inputs_of(task, model)
     with model.disable_adapter():
         assert stranger.load(folder, model.get_base_model(), inputs)["equal"]
-    check_adapter(model, type(model.get_base_model()).from_pretrained(folder), folder / "adapter", inputs)
+    check_adapter(model, folder, task)
 
 
-def check_adapter(model: Any, base: Any, folder: Path, inputs: dict[str, torch.Tensor]) -> None:
+def check_adapter(model: Any, folder: Path, task: str = TASK, name: str = "") -> None:
     """The adapters on the loaded base model compute the same; its first forward pass unpacks it, which PEFT needs."""
     peft = pytest.importorskip("peft")
+    base, inputs = type(model.get_base_model()).from_pretrained(folder), inputs_of(task, model)
     outputs_of(base, inputs)
-    assert equal(peft.PeftModel.from_pretrained(base, folder), model, inputs)
+    assert equal(peft.PeftModel.from_pretrained(base, folder / "adapter" / name), model, inputs)
+
+
+def stir(model: nn.Module) -> None:
+    """Give adapters something to say, which they have not at first."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.1)
 
 
 @from_peft
 def test_merging_is_refused_until_the_layers_are_float(tmp_path: Path) -> None:
     model = adapted("BERT", TASK, ["query"])
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
+    stir(model)
     quantize_model(model, CONFIG)
     inputs = inputs_of(TASK, model)
     expected = outputs_of(model, inputs)
@@ -297,28 +311,20 @@ def test_copies_to_be_trained_stay_float(tmp_path: Path) -> None:
     names = ["pooler", "word_embeddings", "classifier"]
     lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], modules_to_save=names)
     model = peft.get_peft_model(new_model("BERT", TASK), lora)
-    config = {**CONFIG, "quantize_embeddings": 8}
-    hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(config)]).train()
+    trained(model, tmp_path, config={**CONFIG, "quantize_embeddings": 8})
     quantized = [*quant_layers(model), *quant_embeddings(model)]
     assert not any("modules_to_save" in name for name in quantized)
     # PEFT asks for the weights as soon as it is given the model, so that they are unpacked while loading.
-    base = hf.BertForSequenceClassification.from_pretrained(tmp_path / "quantized")
-    check_adapter(model, base, tmp_path / "quantized" / "adapter", inputs_of(TASK, model))
+    check_adapter(model, tmp_path / "quantized")
 
 
 @from_peft
 def test_adapters_of_a_quantized_table_leave_it_to_the_base(tmp_path: Path) -> None:
     model = adapted("BERT", TASK, ["query", "word_embeddings"])
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=0.1)
-    callback = MoQCallback({**CONFIG, "quantize_embeddings": 8})
-    hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[callback]).train()
-    assert callback.delivered is not None and callback.delivered.proof.agrees
-    folder = tmp_path / "quantized"
+    stir(model)
+    folder = trained(model, tmp_path, config={**CONFIG, "quantize_embeddings": 8}).delivered.path
     assert not any("base_layer" in name for name in load_file(folder / "adapter" / "adapter_model.safetensors"))
-    base = hf.BertForSequenceClassification.from_pretrained(folder)
-    check_adapter(model, base, folder / "adapter", inputs_of(TASK, model))
+    check_adapter(model, folder)
 
 
 @from_peft
@@ -326,18 +332,11 @@ def test_the_active_adapter_is_the_one_that_is_proven(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = adapted("BERT", TASK, ["query"])
     model.add_adapter("second", peft.LoraConfig(task_type="SEQ_CLS", target_modules=["value"], r=2))
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=0.1)
-    callback = MoQCallback(CONFIG)
-    trainer = hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[callback])
+    stir(model)
     model.set_adapter("second")
-    trainer.train()
-    assert callback.delivered is not None and callback.delivered.proof.agrees
-    adapter = tmp_path / "quantized" / "adapter" / "second"
-    assert 'subfolder="adapter/second"' in callback.delivered.how_to_load
-    base = hf.BertForSequenceClassification.from_pretrained(tmp_path / "quantized")
-    check_adapter(model, base, adapter, inputs_of(TASK, model))
+    delivered = trained(model, tmp_path).delivered
+    assert 'subfolder="adapter/second"' in delivered.how_to_load
+    check_adapter(model, delivered.path, name="second")
 
 
 STARTS = ["pissa", "pissa_niter_4", "olora", "orthogonal", "gaussian", "mica"]
@@ -357,29 +356,29 @@ def started(start: str, family: str = "Llama") -> Any:
 
 @from_peft
 @pytest.mark.filterwarnings("ignore:Could not find a config file in someone/model")
-@pytest.mark.parametrize(("family", "start"), [*(("Llama", start) for start in STARTS), ("GPT-2", "pissa")])
+@pytest.mark.parametrize(
+    ("family", "start"),
+    long_but_for(
+        {("Llama", "pissa"), ("Llama", "gaussian"), ("GPT-2", "pissa")},
+        [*(("Llama", start) for start in STARTS), ("GPT-2", "pissa")],
+    ),
+)
 def test_a_delivered_adapter_does_not_start_again(family: str, start: str, tmp_path: Path) -> None:
     model = started(start, family)
     takes = not equal(new_model(family, "causal LM"), model.unload(), inputs_of("causal LM", model))
     assert takes == start.startswith(("pissa", "olora"))
     model = started(start, family)
-    rows = rows_of("causal LM")
-    callback = MoQCallback(CONFIG)
-    settings = arguments(tmp_path, save_strategy="steps", save_steps=3)
-    hf.Trainer(model, settings, train_dataset=rows, callbacks=[callback]).train()
-    assert callback.delivered is not None and callback.delivered.proof.agrees
-    folder = tmp_path / "quantized"
+    folder = trained(model, tmp_path, "causal LM", save_strategy="steps", save_steps=3).delivered.path
     config = json.loads((folder / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
     assert config["init_lora_weights"] is True and start not in json.dumps(config)
     # On another base than the delivered one the adapter would be wrong then.
     assert config["base_model_name_or_path"] == (None if takes else "someone/model")
     assert model.peft_config["default"].init_lora_weights == start
-    inputs = inputs_of("causal LM", model)
-    check_adapter(model, type(model.get_base_model()).from_pretrained(folder), folder / "adapter", inputs)
+    check_adapter(model, folder, "causal LM")
     # A resumed run starts again with the user's own base, and goes on with the adapter of the checkpoint.
     again = started(start, family)
-    callback = MoQCallback(CONFIG)
-    trainer = hf.Trainer(again, arguments(tmp_path / "again"), train_dataset=rows, callbacks=[callback])
+    rows, callbacks = rows_of("causal LM"), [MoQCallback(CONFIG)]
+    trainer = hf.Trainer(again, arguments(tmp_path / "again"), train_dataset=rows, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert_same(dict(again.state_dict()), dict(model.state_dict()))
 
@@ -390,24 +389,10 @@ def test_several_adapters_that_took_parts_of_one_base(tmp_path: Path) -> None:
     model = started("pissa")
     second = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2, init_lora_weights="olora")
     model.add_adapter("second", second)
-    callback = MoQCallback(CONFIG)
-    hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of("causal LM"), callbacks=[callback]).train()
-    assert callback.delivered is not None and callback.delivered.proof.agrees
-    folder, inputs = tmp_path / "quantized", inputs_of("causal LM", model)
-    for name, place in (("default", folder / "adapter"), ("second", folder / "adapter" / "second")):
+    folder = trained(model, tmp_path, "causal LM").delivered.path
+    for name, place in (("default", ""), ("second", "second")):
         model.set_adapter(name)
-        check_adapter(model, hf.LlamaForCausalLM.from_pretrained(folder), place, inputs)
-
-
-@from_peft
-def test_the_form_of_miss_is_not_its_start(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    miss = peft.MissConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4, init_weights="bat")
-    model = peft.get_peft_model(new_model("Llama", "causal LM"), miss)
-    hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of("causal LM"), callbacks=[MoQCallback(CONFIG)]).train()
-    folder = tmp_path / "quantized"
-    assert '"init_weights": "bat"' in (folder / "adapter" / "adapter_config.json").read_text()
-    check_adapter(model, hf.LlamaForCausalLM.from_pretrained(folder), folder / "adapter", inputs_of("causal LM", model))
+        check_adapter(model, folder, "causal LM", place)
 
 
 def test_no_setting_of_a_start_is_left() -> None:
@@ -417,6 +402,8 @@ def test_no_setting_of_a_start_is_left() -> None:
     config = without_start({"peft_type": "LORA", "init_lora_weights": "loftq", **settings})
     assert config == {"peft_type": "LORA", "init_lora_weights": True, "r": 2}
     assert without_start({"peft_type": "HIRA", "init_weights": "gaussian"})["init_weights"] is True
+    # Of MiSS it is the form.
+    assert without_start({"peft_type": "MISS", "init_weights": "bat"})["init_weights"] == "bat"
     text = {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "one", "tokenizer_name_or_path": "/home/me"}
     config = json.loads(json.dumps(without_start({"peft_type": "PROMPT_TUNING", **text})))
     assert [config[key] for key in text] == ["RANDOM", None, None]
@@ -429,7 +416,7 @@ def test_no_setting_of_a_start_is_left() -> None:
 @from_peft
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(("tuner", "settings"), [("OSF", {}), ("Psoft", {"r": 4}), ("Adamss", {}), ("Frod", {})])
-def test_adapters_of_factors_of_the_weight_are_refused(tuner: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_of_factors_of_the_weight_are_refused(tuner: str, settings: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")
     lora = getattr(peft, f"{tuner}Config")(target_modules=["q_proj", "v_proj"], **settings)
 
@@ -439,10 +426,7 @@ def test_adapters_of_factors_of_the_weight_are_refused(tuner: str, settings: dic
     told = rf"the adapters of {tuner.lower()} are made of the weights again .*q_proj\.base_layer"
     with pytest.raises(MoQError, match=told):
         quantize_model(made(), CONFIG)
-    model, config = made(), {**CONFIG, "modules_to_not_convert": ["q_proj", "v_proj"]}
-    callback = MoQCallback(config)
-    hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of("causal LM"), callbacks=[callback]).train()
-    assert callback.delivered is not None and callback.delivered.proof.agrees
+    quantize_model(made(), {**CONFIG, "modules_to_not_convert": ["q_proj", "v_proj"]})
 
 
 @from_peft
@@ -493,17 +477,16 @@ def test_dora_is_refused() -> None:
         ("GPT-2", "PromptTuningConfig", {"num_virtual_tokens": 4}),
         ("Llama", "PromptEncoderConfig", {"num_virtual_tokens": 4, "encoder_hidden_size": 16}),
         ("Llama", "OFTConfig", {"target_modules": ["q_proj"], "oft_block_size": 8}),
+        ("Llama", "MissConfig", {"target_modules": ["q_proj"], "r": 4, "init_weights": "bat"}),
     ],
 )
 def test_other_adapters(family: str, kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     task = "causal LM"
     model = peft.get_peft_model(new_model(family, task), getattr(peft, kind)(task_type="CAUSAL_LM", **settings))
-    hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(task), callbacks=[MoQCallback(CONFIG)]).train()
+    folder = trained(model, tmp_path, task).delivered.path
     assert bits_of(model) == TARGET
-    folder = tmp_path / "quantized"
-    base = type(model.get_base_model()).from_pretrained(folder)
-    check_adapter(model, base, folder / "adapter", inputs_of(task, model))
+    check_adapter(model, folder, task)
 
 
 @from_peft
@@ -512,8 +495,7 @@ def test_a_moq_trainer_saves_the_base_and_the_adapters(tmp_path: Path) -> None:
     trainer = MoQTrainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), moq_config=CONFIG)
     trainer.train()
     trainer.save_model()
-    inputs = inputs_of(TASK, model)
-    check_adapter(model, hf.BertForSequenceClassification.from_pretrained(tmp_path), tmp_path / "adapter", inputs)
+    check_adapter(model, tmp_path)
 
 
 @from_peft
@@ -570,7 +552,7 @@ def test_sft_of_trl(lora_is: str, tmp_path: Path, stranger: Stranger, monkeypatc
     state = json.loads((folder / "moq_state.json").read_text(encoding="utf-8"))
     assert (state["layout"], state["proof"]["agrees"]) == ("unpacked" if lora_is == "beside" else "packed", True)
     if lora_is == "beside":
-        check_adapter(model, type(model.get_base_model()).from_pretrained(folder), folder / "adapter", inputs)
+        check_adapter(model, folder, "causal LM")
     else:
         assert stranger.load(folder, model.get_base_model(), inputs)["equal"]
 
