@@ -85,8 +85,14 @@ def test_a_predicted_cost_is_an_eigenvalue_times_the_squared_change(bits: int, t
     assert {layer.moq.bits for layer in controller.layers.values()} == {FLOAT_BITS}
 
 
-def test_what_is_not_finite_counts_as_the_largest() -> None:
-    assert finite_costs({"a": {2: math.nan}, "b": {2: 4.0}}) == {"a": {2: 4.0}, "b": {2: 4.0}}
+def test_what_is_not_finite_counts_as_the_largest(
+    tiny_bert: Any, tiny_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sensitivity = MoQController(tiny_bert, MoQConfig.from_dict(BUDGET), 300).sensitivity
+    sensitivity.samples.add(tiny_batch)
+    found = {"a": {2: math.nan}, "b": {2: 4.0}}
+    monkeypatch.setattr(sensitivity.measure, "costs", lambda *_: found)
+    assert sensitivity.costs([2]) == {"a": {2: 4.0}, "b": {2: 4.0}}
     assert finite_costs({"a": {2: math.nan}}) == {"a": {2: 1.0}}
 
 
