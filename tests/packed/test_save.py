@@ -683,12 +683,13 @@ def test_embeddings(tmp_path: Path) -> None:
     parts = ("word_embeddings", "position_embeddings", "token_type_embeddings")
     assert list(tables) == [f"bert.embeddings.{part}" for part in parts]
     table = tables["bert.embeddings.word_embeddings"]
-    scale = table.weight.detach().abs().amax(1, keepdim=True) / 127
-    expected = (table.weight.detach() / scale).round() * scale
+    scale = table.float_weight.detach().abs().amax(1, keepdim=True) / 127
+    expected = (table.float_weight.detach() / scale).round() * scale
     # The row of the padding token is zeros, which stay zeros.
     assert torch.equal(table.quantized_weight(), expected.nan_to_num(0.0))
     model(**IDS, labels=torch.tensor([0, 1, 0])).loss.backward()
-    assert bool(table.weight.grad[5].any()) and not bool(table.weight.grad[40].any())
+    gradient = table.float_weight.grad
+    assert bool(gradient[5].any()) and not bool(gradient[40].any())
     save_quantized(model, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
     assert stored.dtype == torch.int8
@@ -705,7 +706,7 @@ def test_tables_round_to_nearest_by_the_largest_weight_whatever_the_layers_do() 
         model.train()
     grid = Grid(PerGroup(16), search="absmax", full=None, scale_dtype="float16")
     assert found.moq.grid == grid
-    assert torch.equal(found.quantized_weight(), quantizer.fake_quantize(found.weight, 4, grid))
+    assert torch.equal(found.quantized_weight(), quantizer.fake_quantize(found.float_weight, 4, grid))
 
 
 def test_a_weight_that_something_in_float_shares_is_refused(tmp_path: Path) -> None:
