@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import gc
 import json
@@ -242,23 +243,18 @@ def test_measuring_leaves_no_trace(tiny_bert: Any, tiny_batch: dict[str, Tensor]
     found = Inventory.of(tiny_bert).layer_blocks()
     before = state_of(tiny_bert)
     with torch.autocast("cpu", torch.bfloat16):
-        inside = torch.is_autocast_enabled("cpu")
-        with pytest.raises(ZeroDivisionError) if fails else measuring(tiny_bert, found) as blocks:
-            if fails:
-                with measuring(tiny_bert, found):
-                    torch.rand(3)
-                    raise ZeroDivisionError
+        with contextlib.suppress(ZeroDivisionError), measuring(tiny_bert, found) as blocks:
             assert not tiny_bert.bert.encoder.layer[0].training and not torch.is_autocast_enabled("cpu")
             assert all(p.requires_grad for ps in blocks.values() for p in ps)
-            for parameter in tiny_bert.parameters():
-                with torch.no_grad():
-                    parameter.requires_grad_(False)
+            tiny_bert.requires_grad_(False)
             for buffer in tiny_bert.buffers():
                 buffer.zero_()
             tiny_bert.bert.longest = 7
             tiny_bert.bert.encoder.new = torch.zeros(2)
             torch.rand(3), random.random(), numpy.random.rand()
-        assert torch.is_autocast_enabled("cpu") == inside
+            if fails:
+                raise ZeroDivisionError
+        assert torch.is_autocast_enabled("cpu")
     assert_no_trace(before, state_of(tiny_bert))
 
 
