@@ -22,26 +22,21 @@ def brute_force(blocks: list[list[Option]], capacity: int) -> tuple[float, int] 
     return min(found, default=None)
 
 
-@given(st.lists(options, min_size=1, max_size=5), st.integers(0, 200))
-def test_no_choice_that_fits_costs_less(blocks: list[list[Option]], capacity: int) -> None:
+@given(st.lists(options, min_size=1, max_size=5), st.integers(0, 200), st.booleans())
+def test_no_choice_that_fits_costs_less_or_as_little_and_is_larger(
+    blocks: list[list[Option]], capacity: int, free: bool
+) -> None:
+    if free:
+        blocks = [[option._replace(cost=0.0) for option in block] for block in blocks]
     best, chosen = brute_force(blocks, capacity), cheapest(blocks, capacity)
     if best is None:
         assert chosen is None
         return
-    assert chosen is not None and len(chosen) == len(blocks)
     taken = [block[index] for block, index in zip(blocks, chosen, strict=True)]
-    assert sum(option.size for option in taken) <= capacity
+    size = sum(option.size for option in taken)
+    assert size == -best[1] if free else size <= capacity
     scale = sum(max(option.cost for option in block) for block in blocks) or 1.0
     assert sum(option.cost for option in taken) <= best[0] + 2e-9 * scale
-
-
-@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=5), st.integers(0, 200))
-def test_of_equal_costs_the_largest_is_taken(sizes: list[list[int]], capacity: int) -> None:
-    blocks = [[Option(size, 0.0) for size in block] for block in sizes]
-    best, chosen = brute_force(blocks, capacity), cheapest(blocks, capacity)
-    assert (best is None) == (chosen is None)
-    if best is not None and chosen is not None:
-        assert sum(block[index].size for block, index in zip(blocks, chosen, strict=True)) == -best[1]
 
 
 def test_many_blocks_of_odd_sizes_take_no_time() -> None:

@@ -59,6 +59,22 @@ def as_the_card_says(folder: Path, inputs: dict[str, torch.Tensor]) -> dict[str,
     return left
 
 
+def check_card(folder: Path, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+    """What the card's code loads gives the answers of the model in memory."""
+    loaded = as_the_card_says(folder, batch)["model"]
+    assert all(map(torch.equal, outputs_of(loaded, batch), outputs_of(model, batch)))
+    return loaded
+
+
+def check_autocast(folder: Path, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The same under autocast, which the card's code says."""
+    left = as_the_card_says(folder, batch)
+    with torch.autocast("cpu", dtype=HALF):
+        expected = model.eval()(**batch).logits
+    assert torch.equal(left["outputs"].logits, expected)
+    return left
+
+
 def proof_of(folder: Path) -> Proof:
     return verify_quantized(folder).proof
 
@@ -84,8 +100,7 @@ def test_the_code_in_the_card_gives_what_was_evaluated(name: str, way: str, has_
     batch = batch_of(name, model)
     save_quantized(model, tmp_path / "packed", inputs=batch)
     assert proof_of(tmp_path / "packed").agrees
-    loaded = as_the_card_says(tmp_path / "packed", batch)["model"]
-    assert all(map(torch.equal, outputs_of(loaded, batch), outputs_of(model, batch)))
+    check_card(tmp_path / "packed", model, batch)
 
 
 def test_what_is_unpacked_while_loading_needs_no_cast(tmp_path: Path) -> None:
@@ -113,11 +128,7 @@ def test_parameters_of_several_dtypes_are_cast_in_part(tmp_path: Path) -> None:
     assert "loaded with plain transformers and cast in part to bfloat16" in str(proof_of(folder))
     assert verify_quantized(folder).state["layout"] == "packed"
     batch = inputs_of(task, model)
-    left = as_the_card_says(folder, batch)
-    assert left["kept"] == ["classifier.weight", "classifier.bias"]
-    with torch.autocast("cpu", dtype=HALF):
-        expected = model.eval()(**batch).logits
-    assert torch.equal(left["outputs"].logits, expected)
+    assert check_autocast(folder, model, batch)["kept"] == ["classifier.weight", "classifier.bias"]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -129,9 +140,8 @@ def test_experts_under_adapters_in_half_precision_are_packed(tmp_path: Path) -> 
     batch = batch_of("mixture", model)
     save_quantized(model, tmp_path / "packed", inputs=batch)
     found = verify_quantized(tmp_path / "packed")
-    assert found.state["layout"] == "unpacked" and proof_of(tmp_path / "packed").agrees
-    loaded = as_the_card_says(tmp_path / "packed", batch)["model"]
-    assert all(map(torch.equal, outputs_of(loaded, batch), outputs_of(model, batch)))
+    assert found.state["layout"] == "unpacked" and found.proof.agrees
+    check_card(tmp_path / "packed", model, batch)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -151,11 +161,7 @@ def test_under_autocast_the_card_says_so(tmp_path: Path) -> None:
     )
     trainer.train()
     assert "autocast to bfloat16)" in str(proof_of(tmp_path / "quantized"))
-    batch = inputs_of(CAUSAL, model)
-    left = as_the_card_says(tmp_path / "quantized", batch)
-    with torch.autocast("cpu", dtype=HALF):
-        expected = model.eval()(**batch).logits
-    assert torch.equal(left["outputs"].logits, expected)
+    check_autocast(tmp_path / "quantized", model, inputs_of(CAUSAL, model))
 
 
 def test_attention_of_the_users_choice_is_in_the_line(tmp_path: Path) -> None:
@@ -163,9 +169,7 @@ def test_attention_of_the_users_choice_is_in_the_line(tmp_path: Path) -> None:
     model = hf.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
     batch = inputs_of("sequence classification", model)
     save_quantized(quantize_model(model, LAYERS), tmp_path, inputs=batch)
-    loaded = as_the_card_says(tmp_path, batch)["model"]
-    assert loaded.config._attn_implementation == "eager"
-    assert all(map(torch.equal, outputs_of(loaded, batch), outputs_of(model, batch)))
+    assert check_card(tmp_path, model, batch).config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("way", ["dtype", "to"])
@@ -190,9 +194,7 @@ def test_the_card_loads_the_adapter_that_answers(name: str, tmp_path: Path) -> N
     trainer = hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(CAUSAL), callbacks=[MoQCallback(LAYERS)])
     trainer.train()
     batch = inputs_of(CAUSAL, model)
-    left = as_the_card_says(tmp_path / "quantized", batch)
-    assert isinstance(left["model"], peft.PeftModel)
-    assert all(map(torch.equal, outputs_of(left["model"], batch), outputs_of(model, batch)))
+    assert isinstance(check_card(tmp_path / "quantized", model, batch), peft.PeftModel)
 
 
 @pytest.mark.parametrize("config", [LAYERS, "w4"])

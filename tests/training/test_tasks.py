@@ -429,15 +429,6 @@ def test_adapters_of_factors_of_the_weight_are_refused(tuner: str, settings: dic
     quantize_model(made(), {**CONFIG, "modules_to_not_convert": ["q_proj", "v_proj"]})
 
 
-@from_peft
-def test_single_tokens_to_be_trained_are_refused(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], trainable_token_indices=[1, 2])
-    model = peft.get_peft_model(new_model("BERT", TASK), lora)
-    with pytest.raises(MoQError, match=r"PEFT: trainable_token_indices \(.*word_embeddings\).* in modules_to_save"):
-        hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(CONFIG)])
-
-
 def test_a_module_in_two_places_is_delivered_quantized_in_both(tmp_path: Path) -> None:
     model = new_model("BERT", TASK)
     model.bert.encoder.layer[1] = model.bert.encoder.layer[0]
@@ -459,12 +450,28 @@ def test_a_file_where_the_model_goes_is_told_before_the_first_step(tmp_path: Pat
 
 
 @from_peft
-def test_dora_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"use_dora": True}, r"DoRA on quantized layers .*layer\.\*\.attention\.self\.query\.base_layer"),
+        (
+            {"trainable_token_indices": [1, 2]},
+            r"PEFT: trainable_token_indices \(.*word_embeddings\).* in modules_to_save",
+        ),
+    ],
+)
+def test_adapters_that_quantized_layers_cannot_have_are_refused(settings: dict[str, Any], told: str) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], **settings)
+    with pytest.raises(MoQError, match=told):
+        quantize_model(peft.get_peft_model(new_model("BERT", TASK), lora), CONFIG)
+
+
+@from_peft
+def test_dora_on_layers_that_stay_float_is_fine() -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], use_dora=True)
     model = peft.get_peft_model(new_model("BERT", TASK), lora)
-    with pytest.raises(MoQError, match=r"DoRA on quantized layers .*layer\.\*\.attention\.self\.query\.base_layer"):
-        quantize_model(model, CONFIG)
     quantize_model(model, {**CONFIG, "modules_to_not_convert": ["query", "classifier"]})
     assert len(quant_layers(model)) == 11
 
