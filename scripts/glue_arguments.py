@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_hints
 
-from glue_data import TASKS, read_text
+from glue_data import TASKS, no_json, read_text
 from glue_hub import UserError, one_line
 
 from moq_hf import MoQArguments
@@ -134,7 +134,7 @@ def read_arguments_file(path: str) -> dict[str, Any]:
     try:
         values = json.loads(read_text(path), object_pairs_hook=unique)
     except json.JSONDecodeError as err:
-        raise UserError(f"{path} is no JSON: line {err.lineno}, column {err.colno}: {err.msg}") from None
+        raise no_json(path, err, err.lineno) from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds a JSON {type(values).__name__}, not an object of arguments")
     return values

@@ -76,6 +76,11 @@ def read_text(path: str) -> str:
         raise UserError(f"cannot read {path}: {err.strerror}") from None
 
 
+def no_json(path: str, err: json.JSONDecodeError, line: int) -> UserError:
+    """Make the error for a file that is no JSON from this line on."""
+    return UserError(f"{path} is no JSON: line {line}, column {err.colno}: {err.msg}")
+
+
 def read_file(path: str, wanted: Sequence[str] | None, labeled: bool) -> Split:
     """Read a csv, json (a list of objects) or jsonl file (an object a line).
 
@@ -142,7 +147,7 @@ def _read_json(path: str) -> tuple[list[dict[str, Any]], list[int]]:
         try:
             rows = json.loads(text)
         except json.JSONDecodeError as err:
-            raise UserError(f"{path} is no JSON: line {err.lineno}, column {err.colno}: {err.msg}") from None
+            raise no_json(path, err, err.lineno) from None
         lines = list(range(1, len(rows) + 1))
     else:
         rows, lines = [], []
@@ -152,7 +157,7 @@ def _read_json(path: str) -> tuple[list[dict[str, Any]], list[int]]:
                 try:
                     rows.append(json.loads(line))
                 except json.JSONDecodeError as err:
-                    raise UserError(f"{path} is no JSON: line {number}, column {err.colno}: {err.msg}") from None
+                    raise no_json(path, err, number) from None
                 lines.append(number)
     for row, line in zip(rows, lines, strict=True):
         if not isinstance(row, dict):

@@ -318,33 +318,31 @@ def test_never_saved(tmp_path: Path, tiny_bert: hf.BertForSequenceClassification
     assert tiny_bert.state_dict().keys() - load_file(tmp_path / "model.safetensors").keys() == {name}
 
 
-def test_is_scaled_table() -> None:
+def scaled_tables() -> list[nn.Embedding]:
+    """Of a constant that is a number, and of one that is a buffer."""
     from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
     from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
+    return [cls(4, 2, 0, embed_scale=3.3) for cls in (BartScaledWordEmbedding, Gemma3TextScaledWordEmbedding)]
+
+
+def test_is_scaled_table() -> None:
     assert not seams.is_scaled_table(nn.Linear)
-    for cls in (BartScaledWordEmbedding, Gemma3TextScaledWordEmbedding):
-        table = cls(4, 2, 0, embed_scale=3.0)
+    for table in scaled_tables():
         plain = nn.functional.embedding(torch.arange(4), table.weight)
-        assert seams.is_scaled_table(cls) and torch.equal(table(torch.arange(4)), plain * 3.0)
+        assert seams.is_scaled_table(type(table)) and torch.equal(table(torch.arange(4)), plain * 3.3)
 
 
 def test_only_scales() -> None:
-    from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
     from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWordEmbedding
 
-    assert all(map(seams.only_scales, (BartScaledWordEmbedding, Gemma3TextScaledWordEmbedding)))
+    assert all(seams.only_scales(type(table)) for table in scaled_tables())
     assert not seams.only_scales(T5Gemma2TextScaledWordEmbedding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scaled_rows(dtype: torch.dtype) -> None:
-    from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
-
-    for cls in (BartScaledWordEmbedding, Gemma3TextScaledWordEmbedding):
-        table = cls(4, 2, 0, embed_scale=3.3)
+    for table in scaled_tables():
         table.weight.data = table.weight.data.to(dtype)
         assert torch.equal(seams.scaled_rows(table, table.weight), table(torch.arange(4)))
 
