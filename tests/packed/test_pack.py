@@ -376,7 +376,6 @@ def test_what_it_cannot_write_to(checkpoint: Path, tmp_path: Path, capsys: pytes
     for out, text in (
         (checkpoint, "is not empty: give a new folder"),
         (tmp_path / "file", "exists already"),
-        (shutil.copytree(checkpoint, tmp_path / "checkpoint-9"), "is not empty: give a new folder"),
         (tmp_path / "model", "is not empty: give a new folder"),
     ):
         assert cli.main(["pack", str(checkpoint), str(out)]) == 2
