@@ -184,7 +184,7 @@ class DistillationConfig:
     teacher: Annotated[
         Text | None,
         key(
-            "folder or Hub id of a float model to learn from, trained on the same task (`MoQTrainer` only)"
+            "folder or Hub id of a float model to learn from, trained on the same task (`MoQTrainer`, `MoQMixin`)"
         ),
     ] = None
     logits: Annotated[Weight, key("weight of the teacher's logits in the loss")] = 1.0

@@ -87,15 +87,11 @@ def parse(
     """
     faults: list[str] = []
     block, ignored = dialect.block_of(document, places(), where, faults)
-    language = "keywords"
-    if block is not document:
-        language = dialect.SECTION
-    elif dialect.is_spoken(block or keywords, places()):
-        language = "deepspeed"
-    said = _Said(language, faults)
-    said.read(block)
-    given = _Said("keywords" if block else language, faults)
-    given.read(keywords)
+    language = dialect.SECTION
+    if block is document:
+        language = dialect.language_of(block or keywords, places())
+    said = _Said(block, language, faults)
+    given = _Said(keywords, dialect.language_of(keywords, places()), faults)
     values = _with_defaults(said.values, given.values, language)
     named: set[str] = set()
 
@@ -169,42 +165,41 @@ def _read(values: Mapping[str, Any], language: str) -> ConfigFields:
 
 
 class _Said:
-    """What a document, or keywords, say.
+    """The keys and values of a document, or of keywords, and of the sections in it.
 
     Attributes:
         values: The value of each key by its path.
         words: What the key is called there.
     """
 
-    def __init__(self, language: str, faults: list[str]) -> None:
+    def __init__(
+        self, block: Mapping[str, Any], language: str, faults: list[str]
+    ) -> None:
         self._in_keywords = language == "keywords"
-        # Its own section has the dialect's words alone.
-        self._places = dialect.places(places()) | (
-            {} if language == dialect.SECTION else places()
-        )
+        both = (places(), dialect.places(places()))
+        self._places, self._others = both if self._in_keywords else both[::-1]
         self._faults = faults
         self.values: dict[str, Any] = {}
         self.words: dict[str, str] = {}
-
-    def spell(self, path: str) -> str:
-        """What a key is, or would be, called there."""
-        other = path if self._in_keywords else dialect.word(path)
-        return self.words.get(path, other)
-
-    def read(self, block: Mapping[str, Any]) -> None:
-        """Take the keys of a block, and of the sections in it."""
         names: dict[str, str] = {}
         for name, value in block.items():
             place = self._places.get(name)
             if not isinstance(name, str):
-                self._faults.append(f"{show(name)}: keys must be text")
+                faults.append(f"{show(name)}: keys must be text")
             elif name in _OF_TRAINER:
-                self._faults.append(
+                faults.append(
                     f"{name} is an argument of MoQTrainer: a callback cannot change the loss"
                 )
+            elif name == dialect.SECTION:
+                faults.append(
+                    f"{name}: a section of a document, which comes first: "
+                    f'MoQConfig({{"{name}": ...}})'
+                )
+            elif place is None and name in self._others:
+                faults.append(f"{name}: {self._instead_of(self._others[name])}")
             elif place is None:
                 if name != "$schema":
-                    self._is_unknown(name, "", self._legal())
+                    self._is_unknown(name, "", [*self._places, dialect.SECTION])
             elif isinstance(place, str):
                 self._take(place, name, value)
             else:
@@ -213,6 +208,21 @@ class _Said:
                     self._read_section(name, place, value)
                 else:
                     self._are_twins(first, name)
+
+    def spell(self, path: str) -> str:
+        """What a key is, or would be, called there."""
+        other = path if self._in_keywords else dialect.word(path)
+        return self.words.get(path, other)
+
+    def _instead_of(self, place: Place) -> str:
+        """Say what to write instead of a word of the other language; what is left out means something else in each."""
+        what = "a keyword among DeepSpeed's words"
+        if self._in_keywords:
+            what = "a word of DeepSpeed's among keywords"
+        if isinstance(place, str):
+            return f"{what}; write {self.spell(place)}"
+        heads = [self.spell(path).partition(".")[0] for path in place.values()]
+        return f"{what}; write {', '.join(dict.fromkeys(heads))}"
 
     def _read_section(self, name: str, keys: Mapping[str, str], value: Any) -> None:
         if is_dataclass(value):
@@ -231,17 +241,13 @@ class _Said:
 
     def _take(self, path: str, name: str, value: Any) -> None:
         first = self.words.setdefault(path, name)
-        # Within the dialect a key may be said twice.
-        if first != name and (path in (first, name) or value != self.values[path]):
+        # The dialect has two words for some keys.
+        if first != name and value != self.values[path]:
             self._are_twins(first, name)
         self.values[path] = given_in(value) if is_dataclass(value) else value
 
     def _are_twins(self, first: str, second: str) -> None:
         self._faults.append(f"{first} and {second} mean the same, give one")
-
-    def _legal(self) -> list[str]:
-        own = places() if self._in_keywords else dialect.places(places())
-        return [*own, dialect.SECTION]
 
     def _is_unknown(self, name: str, section: str, here: Sequence[str]) -> None:
         # Which key was meant takes time to find, and is not shown after so many others.

@@ -101,13 +101,16 @@ def places(keywords: Mapping[str, Place]) -> dict[str, Place]:
     return found
 
 
-def is_spoken(block: Mapping[str, Any], keywords: Mapping[str, Place]) -> bool:
-    """Whether a block has words of the dialect, and no keywords that it does not know."""
+def language_of(block: Mapping[str, Any], keywords: Mapping[str, Place]) -> str:
+    """What a block is written in, "keywords" or "deepspeed": the first name that only one of them has tells.
+
+    >>> language_of({"seed": 1, "quantize_bits": {"target_bits": 4}}, {"bits": "bits", "seed": "seed"})
+    'deepspeed'
+    """
     theirs = places(keywords)
-    own = keywords.keys() - theirs.keys()
-    return own.isdisjoint(block) and not block.keys().isdisjoint(
-        theirs.keys() - keywords.keys()
-    )
+    telling = theirs.keys() ^ keywords.keys()
+    first = next((name for name in block if name in telling), None)
+    return "deepspeed" if first in theirs else "keywords"
 
 
 def block_of(

@@ -101,9 +101,19 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ("switch where there is none", schedule(enabled=True), ["quantize_schedule.enabled: unknown key; legal here are"]),
     ("number for a key", {8: 8} | BITS, ["8: keys must be text"]),
     # Keywords in a document.
-    ("two words for one key", {"bits": 4} | BITS, ["bits and quantize_bits.target_bits mean the same, give one"]),
-    ("two words for an equal section", {"bits": 4, "blend": {}, "fp16_mixed_quantize": {}}, ["blend and fp16_mixed_"]),
-    ("a second word for the type", {"bits": 4, "q_type": "symmetric", "quantize_type": "symmetric"}, ["q_type and "]),
+    (
+        "two words for one key",
+        {"bits": 4} | BITS,
+        ["quantize_bits: a word of DeepSpeed's among keywords; write bits, start_bits"],
+    ),
+    ("two words for an equal section", {"bits": 4, "blend": {}, "fp16_mixed_quantize": {}}, ["keywords; write blend"]),
+    (
+        "a second word for the type",
+        {"bits": 4, "q_type": "symmetric", "quantize_type": "symmetric"},
+        ["write q_type"],
+    ),
+    ("a keyword among DeepSpeed's words", with_bits(group_size=32), ["words; write quantize_group_size"]),
+    ("a section among DeepSpeed's words", with_bits(activations=8), ["words; write activation_quantization"]),
     (
         "a keyword beside the block",
         {"quantize_training": BITS, "bits": 4},
@@ -112,7 +122,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
     (
         "a keyword in the block",
         {"quantize_training": {"bits": 4}},
-        ["bits: unknown key, did you mean quantize_bits.ta"],
+        ["bits: a keyword among DeepSpeed's words; write quantize_bits.target_bits"],
     ),
     ("a wrong keyword", {"bits": 17}, [": bits: 17 is not legal", "from 1 to 16"]),
     ("keywords that conflict", {"bits": 4, "groups": 8, "group_size": 32}, [": groups 8 and group_size 32 exclude"]),
@@ -401,7 +411,7 @@ def test_huge_keys_and_values_are_cut_short() -> None:
 ONLY_OURS = {
     *("duplicate key", "duplicate key further in", "float for bits", "float for groups", "float for a period"),
     *("empty block", "off, with wrong bits", "start below target", "start below the default target", "target 16"),
-    *("no target", "two types", "groups and a group size", "a second word for the type", "keywords that conflict"),
+    *("no target", "two types", "groups and a group size", "keywords that conflict"),
     *("stochastic ternary", "stochastic binary", "asymmetric binary", "asymmetric full range"),
     *("no mean of these", "choices not in order", "1 bit asymmetric among the choices"),
     *("a measure that nothing asks for", "a list that names nothing", "an override that says nothing"),
@@ -456,7 +466,11 @@ def moq(**arguments: Any) -> Any:
         (moq(start_bits=4, bits=8), ["MoQConfig: ", "bits 8 is above start_bits 4"]),
         (moq(bits=8.0), ["bits: 8.0 is not legal", "a whole number from 1 to 16", "(write 8)"]),
         (moq(q_type="sym"), ['q_type: "sym" is not legal; it must be "symmetric" or "asymmetric"']),
-        (moq(quantize_schedule=100), ["quantize_schedule: 100 is not an object of keys"]),
+        (lambda: MoQConfig(quantize_schedule=1), ["quantize_schedule: 1 is not an object of keys"]),  # type: ignore[call-arg]
+        (
+            lambda: MoQConfig("w4", quantize_training=BITS),  # type: ignore[call-arg]
+            ["quantize_training: a section of a document, which comes first: MoQConfig({"],
+        ),
         (moq(eigenvalue={"max_iter": 0}), ["eigenvalue.max_iter: 0 is not legal"]),
         (moq(period=0, offset=-1), ["2 things are wrong", "period: 0 is", "offset: -1 is"]),
         (moq(period="auot"), ['period: "auot" is not legal', 'did you mean "auto"?']),
@@ -480,10 +494,7 @@ def moq(**arguments: Any) -> Any:
         (moq(serve="vllm"), ['(write ["vllm"])']),
         (moq(modules_to_not_convert="pooler"), ['modules_to_not_convert: "pooler"', '(write ["pooler"])']),
         (moq(modules_to_not_convert=[]), ["modules_to_not_convert: [] names nothing; ", " unless heads is true"]),
-        (
-            moq(quantize_bits={"target_bits": 4}),
-            ["MoQConfig: bits and quantize_bits.target_bits mean the same, give one"],
-        ),
+        (moq(quantize_bits={"target_bits": 4}), ["quantize_bits: a word of DeepSpeed's among keywords; write bits, "]),
         (moq(activations=9), ["activations.bits: 9 is not legal", "from 2 to 8"]),
         (moq(activations="8"), ['activations: "8" is not an object of keys, a number of bits, true or false']),
         (moq(seed=True, kernel="triton"), ["2 things are wrong", "seed: true", 'kernel: "triton"']),

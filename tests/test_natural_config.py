@@ -129,12 +129,11 @@ def test_a_mapping_and_a_file_have_keywords_too(tmp_path: Path) -> None:
         == MoQCallback(written).config
         == config
     )
-    # Both languages in one document, each key in one.
-    mixed = {"start_bits": 8, "quantize_bits": {"target_bits": 4}, "quantize_group_size": 16}
-    assert MoQConfig.from_dict(mixed) == MoQConfig(bits=4, start_bits=8, group_size=16)
     # Keywords beside a document go before what it says, in either language.
-    for document in ({"bits": 4, "q_type": "symmetric"}, {"bits": 4, "quantize_type": "symmetric"}):
+    theirs = {"quantize_bits": {"target_bits": 4}, "quantize_type": "symmetric", "quantize_embeddings": "auto"}
+    for document in ({"bits": 4, "q_type": "symmetric"}, theirs):
         assert MoQConfig.load(document, bits=3, q_type="asymmetric") == MoQConfig(bits=3, q_type="asymmetric")
+        assert MoQConfig.load(document, quantize_type="asymmetric") == MoQConfig(bits=4, q_type="asymmetric")
     assert MoQConfig.load({"bits": 4, "group_size": 16}, groups=8).grouping == RowBlocks(8)
 
 
