@@ -97,7 +97,7 @@ class MoQMixin(_Beside):
             `MoQConfig`; without it, and without keywords of a `MoQConfig`, that with
             which the model was loaded; else the model stays as it is.
         teacher: A float model for distillation, instead of `distillation.teacher` in
-            the config.
+            the config, which may name a quantized one: its weights are read as floats.
         teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`:
             `token`, `cache_dir`, `revision`, ...
         float_first: Train in float for that share of the steps, above 0 and below 1;
@@ -173,6 +173,12 @@ class MoQMixin(_Beside):
         if moq_config is not None or keywords:
             config = MoQConfig.load(moq_config, **keywords)
         if share is not None:
+            given = kwargs.get("model", next(iter(args), None))
+            if config is None and isinstance(given, nn.Module) and config_of(given):
+                raise MoQError(
+                    "float_first: the model was loaded with a MoQConfig, so it is quantized from the first step on: "
+                    "load it without quantization_config, and give that to the trainer as moq_config"
+                )
             if config is None or not config.enabled or teacher is not None:
                 raise MoQError(
                     "float_first needs a moq_config that is enabled, no MoQCallback beside it, and no other teacher: "

@@ -37,9 +37,10 @@ from ..quant_linear import QuantEmbedding, QuantLayer, quant_class
 from ..quantizer import RoundingSeed
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import (
+    callers,
     has_adapter,
     mixed_precision,
-    remove_forward_hooks,
+    remove_hooks,
     saves_checkpoint,
     unpack,
 )
@@ -245,7 +246,7 @@ class WatchedPasses:
 def _watch_passes(model: nn.Module, passes: PassWeights | None) -> None:
     """Have a model tell when its passes begin and end, instead of what it told before; None: not any more."""
     for module in model.modules():
-        remove_forward_hooks(module, WatchedPasses)
+        remove_hooks(module, WatchedPasses)
         if isinstance(vars(module).get("generate"), HeldGenerate):
             del vars(module)["generate"]
         if passes is None:
@@ -341,6 +342,7 @@ class FloatSaves:
 def _tell_of_saves(model: nn.Module, tells: bool) -> None:
     """Have each part of a model that `from_pretrained` can load say what it saves, as it did or as floats, or not."""
     for module in model.modules():
+        remove_hooks(module, FloatSavesAround)
         attributes = vars(module)
         kind = FloatSaves
         if isinstance(attributes.get("save_pretrained"), FloatSaves):
@@ -348,6 +350,26 @@ def _tell_of_saves(model: nn.Module, tells: bool) -> None:
         is_adapted = without_peft(module) is not module
         if tells and (isinstance(module, PreTrainedModel) or is_adapted):
             attributes.setdefault("save_pretrained", kind(module))
+    if tells:
+        cast(Any, model).register_state_dict_pre_hook(FloatSavesAround().tell)
+
+
+class FloatSavesAround:
+    """Says that a model saves the float weights of a part that was quantized by itself, by a hook of the part."""
+
+    def tell(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """As a pre-hook of `state_dict`."""
+        savers = [owner for name, owner in callers() if name == "save_pretrained"]
+        is_told = any("save_pretrained" in vars(owner) for owner in savers)
+        if not prefix or not savers or is_told or saves_checkpoint():
+            return
+        if is_quantized(module):
+            logger.warning(
+                "moq_hf: save_pretrained of %s wrote the float weights of %s, which answers otherwise in memory, where "
+                "it is quantized: quantize the whole model, and save_quantized(model, folder) writes it",
+                type(savers[0]).__name__,
+                prefix.removesuffix("."),
+            )
 
 
 def tells_of_saves(model: nn.Module) -> bool:

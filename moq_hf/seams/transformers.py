@@ -958,16 +958,20 @@ def pre_hooks(module: nn.Module) -> list[Any]:
     return [*everywhere.values(), *module._forward_pre_hooks.values()]
 
 
-def remove_forward_hooks(module: nn.Module, owner: type[Any]) -> None:
-    """Remove the forward hooks and pre-hooks of a module that are methods of instances of a class.
+def remove_hooks(module: nn.Module, owner: type[Any]) -> None:
+    """Remove the hooks of a module's passes and of its `state_dict` that are methods of instances of a class.
 
     A handle removes them only from the module that it was made for, and not from its copies.
 
-    Relies on: `_forward_pre_hooks` and `_forward_hooks`, and that numbers of hooks that are
-    gone do no harm in the other dictionaries.
-    Breaks: After a second quantization two `PassWeights` hear of each pass.
+    Relies on: `_forward_pre_hooks`, `_forward_hooks` and `_state_dict_pre_hooks`, and that
+    numbers of hooks that are gone do no harm in the other dictionaries.
+    Breaks: After a second quantization two `PassWeights` hear of each pass, and a save is told twice.
     """
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._state_dict_pre_hooks,
+    ):
         for number, hook in tuple(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), owner):
                 del hooks[number]

@@ -17,6 +17,7 @@ attention scores; those do not exist with fused attention.
 import contextlib
 import copy
 import inspect
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,6 +42,8 @@ from .embeddings import (
     similarity_loss,
 )
 from .samples import by_name, names_of_inputs
+
+logger = logging.getLogger(__name__)
 
 _STATES = {
     "hidden_states": "attention_mask",
@@ -107,6 +110,10 @@ def load_teacher(
             )
         if is_packed(teacher):
             teacher = dequantize_model(teacher)
+            logger.warning(
+                "moq_hf: the teacher %s was quantized: its weights are floats on a grid",
+                source,
+            )
     elif not isinstance(source, PreTrainedModel):
         raise MoQError(
             f"distillation: the teacher must be a transformers model, got {type(source).__name__}"
@@ -149,7 +156,7 @@ def _check_teacher(
     config: DistillationConfig,
     common: Sequence[str],
 ) -> None:
-    """Check that a teacher has parameters of its own, and in common with the model what is compared.
+    """Check that a teacher is another model, in float, and has in common with the model what is compared.
 
     Raises:
         MoQError: It does not.
@@ -164,6 +171,11 @@ def _check_teacher(
         raise MoQError(
             f"distillation: the teacher shares parameters with the model in training ({', '.join(both)}): give a copy, "
             "made before"
+        )
+    if is_quantized(teacher) or is_packed(teacher):
+        raise MoQError(
+            "distillation: the teacher is quantized: give a float model, or call moq_hf.dequantize_model(teacher) "
+            "first, to follow what it computes now"
         )
     hints = dict.fromkeys(common, "")
     for part, names in _COMMON_IN.items():
@@ -198,7 +210,7 @@ class MoQDistillation(nn.Module):
     Raises:
         MoQConfigError: A weight is none, all of them are 0, or `dropout` is no bool.
         MoQError: There is no teacher, and the model is quantized already; or the teacher
-            has another vocabulary, or does not fit what is compared.
+            is quantized, has another vocabulary, or does not fit what is compared.
 
     >>> loss = MoQDistillation(nn.Linear(4, 2), embedding=2.0)
     >>> loss.teacher is loss.model, loss.config.embedding, loss.config.similarity

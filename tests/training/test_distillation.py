@@ -422,11 +422,14 @@ def test_a_teacher_that_cannot_teach(teacher: Path, tmp_path: Path) -> None:
         run.train()
 
 
-def test_a_packed_teacher(tmp_path: Path) -> None:
-    master = new_model(2)
-    quantize_model(master, CONFIG)
+def test_a_quantized_teacher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    master = quantize_model(new_model(2), CONFIG)
+    with pytest.raises(MoQError, match=r"the teacher is quantized: give a float model, or call moq_hf.dequantize_model"):
+        new_trainer(tmp_path, CONFIG, master)
     save_quantized(master, tmp_path / "packed")
-    assert new_trainer(tmp_path, with_teacher(tmp_path / "packed")).train().global_step == 8
+    trainer = new_trainer(tmp_path, with_teacher(tmp_path / "packed"))
+    assert f"the teacher {tmp_path / 'packed'} was quantized: its weights are floats on a grid" in caplog.text
+    assert trainer.train().global_step == 8
 
 
 def test_the_teacher_goes_where_training_will_be(tmp_path: Path) -> None:

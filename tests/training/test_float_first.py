@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.trainer_utils import HPSearchBackend
 
-from moq_hf import MoQCallback, MoQError, MoQTrainer, verify_quantized
+from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, verify_quantized
 from moq_hf.report import read_run, write_report
 
 CONFIG: dict[str, Any] = {
@@ -433,6 +433,13 @@ def test_inputs_stay_float_in_the_float_phase(tmp_path: Path) -> None:
 def test_what_does_not_go_together(share: Any, more: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(MoQError, match=words):
         float_first(tmp_path, share=share, trainer=more)
+
+
+def test_a_model_that_was_loaded_quantized_has_no_float_phase(tmp_path: Path) -> None:
+    calm_model().save_pretrained(tmp_path)
+    model = BertForSequenceClassification.from_pretrained(tmp_path, quantization_config=MoQConfig(bits=4))
+    with pytest.raises(MoQError, match=r"float_first: the model was loaded with a MoQConfig, .* as moq_config"):
+        float_first(tmp_path, trainer={"model": model, "moq_config": None})
 
 
 def test_a_scheduler_must_be_one_that_can_start_again(tmp_path: Path) -> None:
