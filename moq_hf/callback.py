@@ -1,6 +1,5 @@
 """`MoQCallback`: the Trainer's events translated into calls on the `MoQController`."""
 
-import functools
 import logging
 import os
 import sys
@@ -78,52 +77,17 @@ _SHOWN = ("moq/bits", "moq/mean_bits", "moq/blend")
 
 
 class _AfterAll(TrainerCallback):
-    """Acts once, in an event that is under way, after all other callbacks."""
+    """Acts once, after all other callbacks, in the first of some events; one that is under way counts."""
 
-    def __init__(self, trainer: Trainer, event: str, act: Callable[[], Any]) -> None:
+    def __init__(self, trainer: Trainer, act: Callable[..., Any], *events: str) -> None:
         self.trainer = trainer
         self.act = act
-        setattr(self, event, self._act)
+        for event in events:
+            setattr(self, event, self._act)
 
     def _act(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.remove_callback(self)
-        self.act()
-
-
-class _AfterLoss(TrainerCallback):
-    """Logs the end of the float phase once its last loss was logged, or at once where that loss is not due."""
-
-    def __init__(self, log: Callable[..., None]) -> None:
-        self._log = log
-
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
-        """As the last callback, find out whether a loss is to come."""
-        if not control.should_log:
-            self._log(args, state, control, **kwargs)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """As the last callback, all others have the loss."""
-        if "loss" in (logs or {}):
-            self._log(args, state, control, **kwargs)
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """It was logged in a way of the Trainer's own."""
-        self._log(*args, **kwargs)
-
-    on_train_end = on_step_begin
+        self.act(*args, **kwargs)
 
 
 class MoQCallback(TrainerCallback, ExportableState):
@@ -334,7 +298,6 @@ class MoQCallback(TrainerCallback, ExportableState):
         call_first(self._host, self)
         # Left by a run that another callback ended by an error.
         self._host.remove_callback(_AfterAll)
-        self._host.remove_callback(_AfterLoss)
         model = kwargs["model"]
         if run.saved is None and run.is_over:
             raise MoQError(
@@ -383,8 +346,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         after_last_step = flow.on_step_end(args, state, TrainerControl())
         is_due = flow.on_epoch_end(args, state, after_last_step).should_evaluate
         if is_due and last_metrics(state.log_history).get("step") != state.global_step:
-            evaluate = _AfterAll(self._host, "on_train_begin", self._host.evaluate)
-            self._host.add_callback(evaluate)
+            self._after_all(lambda *_, **__: self._host.evaluate(), "on_train_begin")
+
+    def _after_all(self, act: Callable[..., Any], *events: str) -> None:
+        self._host.add_callback(_AfterAll(self._host, act, *events))
 
     def _check_host(self, controller: MoQController, args: TrainingArguments) -> None:
         """Refuse a Trainer whose result could not be delivered, or whose reference was quantized too soon.
@@ -590,17 +555,28 @@ class MoQCallback(TrainerCallback, ExportableState):
         if self._last_in_float is None:
             self._log_switch(args, state, control, **kwargs)
         else:
-            self._host.add_callback(_AfterLoss(self._log_switch))
+            self._after_all(self._log_switch_after_loss, "on_step_end")
+
+    def _log_switch_after_loss(
+        self, args: Any, state: Any, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Log the end of the float phase once its last loss was logged, or at once where that loss is not due."""
+        if not control.should_log:
+            self._log_switch(args, state, control, **kwargs)
+            return
+        # A Trainer may have a way of its own to log it.
+        events = ("on_log", "on_step_begin", "on_train_end")
+        self._after_all(self._log_switch, *events)
 
     def _log_switch(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
+        logs: Any = None,
         **kwargs: Any,
     ) -> None:
         """Log the bits from here on, of all blocks."""
-        self._host.remove_callback(_AfterLoss)
         self._last_in_float = None
         controller = self.controller
         assert controller is not None
@@ -713,8 +689,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if not controller.has_begun:
             return
         # One of the others may change the weights at the end, as an EMA's does.
-        deliver = functools.partial(self._deliver, controller, args, state)
-        self._host.add_callback(_AfterAll(self._host, "on_train_end", deliver))
+        self._after_all(self._deliver, "on_train_end")
 
     @property
     def _folder(self) -> Path:
@@ -722,9 +697,11 @@ class MoQCallback(TrainerCallback, ExportableState):
         return checkpoint_folder(self._host).parent / "quantized"
 
     def _deliver(
-        self, controller: MoQController, args: TrainingArguments, state: TrainerState
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Write the packed model and the state of the run, and say what has become of it, in one block."""
+        controller = self.controller
+        assert controller is not None
         folder = self._folder
         try:
             self.delivered = write_result(
@@ -853,13 +830,11 @@ def write_result(
         MoQError: The files cannot be written, or a weight holds NaN or Inf.
     """
     args = trainer.args
-    state = trainer.state
     tokenizer = getattr(trainer.data_collator, "tokenizer", None)
     options = SaveOptions(
         processing_class=trainer.processing_class or tokenizer,
         controller=None if callback is None else callback.controller,
-        metrics=getattr(trainer, "final_metrics", None)
-        or last_metrics(state.log_history, best_step(args, state)),
+        metrics=metrics_of(trainer),
         float_metrics=getattr(trainer, "float_metrics", None),
         **more,
     )
@@ -870,6 +845,13 @@ def write_result(
         if gathered is not None:
             options = replace(options, state_dict=gathered)
         return deliver(model, folder, options, answers)
+
+
+def metrics_of(trainer: Any) -> Mapping[str, Any]:
+    """The metrics of what a Trainer delivers: `final_metrics` of a `MoQTrainer`, else those of the last evaluation."""
+    state = trainer.state
+    given: Mapping[str, Any] | None = getattr(trainer, "final_metrics", None)
+    return given or last_metrics(state.log_history, best_step(trainer.args, state))
 
 
 def _shown(metrics: Mapping[str, Any]) -> dict[str, Any]:

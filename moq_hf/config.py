@@ -67,29 +67,17 @@ class MoQConfig(ConfigFields):
 
     def __init__(self, source: Any = None, /, **keywords: Any) -> None:
         # No key, but a copy has it.
-        language = None
+        copied = {}
         if keywords.get("dialect") in dialect.LANGUAGES:
-            language = keywords.pop("dialect")
+            copied["dialect"] = keywords.pop("dialect")
         made: Any = source
-        if isinstance(source, MoQConfig):
-            if keywords:
-                raise MoQConfigError(
-                    f"a MoQConfig and {listed(list(keywords))} beside it: give the keywords to the MoQConfig"
-                )
-        elif source is None:
-            made = parse({}, "MoQConfig", keywords)
-        elif isinstance(source, Mapping):
-            made = parse(source, "MoQ config", keywords)
-        elif isinstance(source, str) and source in PRESETS:
-            path = Path(__file__).with_name("presets") / f"{source}.json"
-            made = parse(read_document(path), f"preset {source}", keywords)
-        elif isinstance(source, (str, os.PathLike)):
-            made = parse(read_document(source), os.fspath(source), keywords)
-        else:
-            _refuse(source)
-        self.__dict__.update(vars(made))
-        if language is not None:
-            self.__dict__["dialect"] = language
+        if not isinstance(source, MoQConfig):
+            made = parse(*_document_of(source), keywords)
+        elif keywords:
+            raise MoQConfigError(
+                f"a MoQConfig and {listed(list(keywords))} beside it: give the keywords to the MoQConfig"
+            )
+        self.__dict__.update(vars(made) | copied)
 
     @classmethod
     def load(
@@ -188,6 +176,24 @@ class MoQConfig(ConfigFields):
             else:
                 found |= {f"{name}.{inner}": part for inner, part in value.items()}
         return found
+
+
+def _document_of(source: Any) -> tuple[Any, str]:
+    """The document that a config is made of, and what it is called in errors.
+
+    Raises:
+        MoQConfigError: The source is none of what a config is made of, or cannot be read.
+    """
+    if source is None:
+        return {}, "MoQConfig"
+    if isinstance(source, Mapping):
+        return source, "MoQ config"
+    if isinstance(source, str) and source in PRESETS:
+        path = Path(__file__).with_name("presets") / f"{source}.json"
+        return read_document(path), f"preset {source}"
+    if isinstance(source, (str, os.PathLike)):
+        return read_document(source), os.fspath(source)
+    _refuse(source)
 
 
 def _refuse(source: Any) -> NoReturn:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer
 
-from .callback import MoQCallback, write_result
+from .callback import MoQCallback, metrics_of, write_result
 from .config import MoQConfig
 from .config_fields import DistillationConfig
 from .config_reading import places
@@ -38,14 +38,13 @@ from .seams.transformers import (
     metrics_apart,
     prepared_inputs,
     save_training_args,
+    saves_checkpoint,
 )
 from .training.checkpoints import (
     STATE_FILE,
-    best_step,
     check_whole,
     entry_of_moq,
     last_checkpoint,
-    last_metrics,
 )
 from .training.distillation import (
     TASK,
@@ -106,7 +105,7 @@ class MoQMixin(_Beside):
             schedule of `moq_config` in the rest of the steps, with the learning rate's
             schedule and the optimizer's state begun anew. Neither phase has
             dropout, unless `distillation.dropout` is true. The config's
-            `schedule_offset` is not read.
+            `offset` is not read.
         **kwargs: What the Trainer takes, and keywords of `MoQConfig`, which go before
             what `moq_config` says.
 
@@ -194,7 +193,6 @@ class MoQMixin(_Beside):
         self.teacher_fingerprint: int | None = None
         self._loss_checked = self._loss_called = self._rates_restart = False
         self._teacher_ignored = False
-        self._saving_checkpoint = False
         # What was switched off in the student, to be switched on again.
         self._dropped: list[tuple[nn.Module, str, float]] = []
         # Sums over micro-batches since the last log, and how many there were.
@@ -293,14 +291,12 @@ class MoQMixin(_Beside):
     def _find_teacher(
         self, given: PreTrainedModel | None, init_kwargs: Mapping[str, Any] | None
     ) -> PreTrainedModel | None:
-        config = DistillationConfig()
-        if self.moq is not None and self.moq.config.enabled:
-            config = self.moq.config.distillation
-        elif given is not None:
+        config = self._distillation
+        source = given or config.teacher
+        if given is not None and (self.moq is None or not self.moq.config.enabled):
             raise MoQError(
                 "a teacher is for quantized training: give a moq_config that is enabled"
             )
-        source = given or config.teacher
         if init_kwargs and not isinstance(source, str):
             raise MoQError(
                 "teacher_init_kwargs are for the teacher that distillation.teacher names; there is none"
@@ -311,6 +307,13 @@ class MoQMixin(_Beside):
         return load_teacher(
             source, self._student, config, self.args.device, init_kwargs
         )
+
+    @property
+    def _distillation(self) -> DistillationConfig:
+        """What the config says of a teacher."""
+        if self.moq is None or not self.moq.config.enabled:
+            return DistillationConfig()
+        return self.moq.config.distillation
 
     @property
     def _student(self) -> Any:
@@ -417,15 +420,14 @@ class MoQMixin(_Beside):
         """If there is a teacher by now, say what the loss is made of, and switch off dropout."""
         if self._teacher is None:
             return
-        config = cast(MoQCallback, self.moq).config.distillation
-        loss = loss_in_words(config)
+        loss = loss_in_words(self._distillation)
         if self._teacher_ignored:
             loss = "that of compute_loss alone"
         self._tell(f"{text} the loss is {loss}{self._switch_off_dropout()}")
 
     def _switch_off_dropout(self) -> str:
         """Switch it off unless the config keeps it; returns what a message adds about that if the model has any."""
-        if not cast(MoQCallback, self.moq).config.distillation.dropout:
+        if not self._distillation.dropout:
             self._dropped += switch_off_dropout(self._student)
         return "; dropout is off" if self._dropped else ""
 
@@ -440,9 +442,8 @@ class MoQMixin(_Beside):
 
     def _take(self, phase: FloatPhase | None) -> None:
         """Take the metrics and the teacher of a float phase that is over; None: it is to come."""
-        config = cast(MoQCallback, self.moq).config
         self.float_metrics = None if phase is None else phase.metrics
-        self._follow(None if phase is None else phase.teacher(config))
+        self._follow(None if phase is None else phase.teacher(self._distillation))
 
     def mean_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """The scalar mean loss over one batch by itself, by `compute_loss`; sensitivity is measured on it."""
@@ -484,11 +485,11 @@ class MoQMixin(_Beside):
         is_trial = phase is not None and self.state.global_step == 0
         teacher = self._teacher
         is_followed = teacher is not None or is_trial
-        if self.moq is None or not model.training or not is_followed:
+        if not model.training or not is_followed:
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch
             )
-        config = self.moq.config.distillation
+        config = self._distillation
         student = self._student
         count = num_items_in_batch if teacher is None else self._count_of(inputs)
         compute = super().compute_loss
@@ -533,7 +534,7 @@ class MoQMixin(_Beside):
         self, student: Pass, batch: Mapping[str, Any], is_stock: bool
     ) -> dict[str, Tensor]:
         """The parts of the loss that compare a pass of the student with the teacher's; before there is one, a trial."""
-        config = cast(MoQCallback, self.moq).config.distillation
+        config = self._distillation
         teacher = self._teacher
         # A Trainer that computes the loss itself keeps the labels to itself.
         kept = {name: batch[name] for name in ("labels",) if name in batch}
@@ -552,9 +553,7 @@ class MoQMixin(_Beside):
         given["labels"] = labels_at_logits(self._student, given.get("labels"))
         both = (student.relations, relations)
         with torch.set_grad_enabled(teacher is not None):
-            return loss_parts(
-                None, student.output, theirs, given, config, problem, both
-            )
+            return loss_parts(student.output, theirs, given, config, problem, both)
 
     def _check_loss_scale(
         self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
@@ -601,15 +600,11 @@ class MoQMixin(_Beside):
             )
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        self._saving_checkpoint = True
         # Written last, it says that a checkpoint is whole: not of an earlier run's files
         # under this one's.
         if self.args.should_save:
             (checkpoint_folder(self) / STATE_FILE).unlink(missing_ok=True)
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._saving_checkpoint = False
+        super()._save_checkpoint(model, trial)
 
     def save_model(
         self, output_dir: str | None = None, _internal_call: bool = False
@@ -632,7 +627,7 @@ class MoQMixin(_Beside):
             )
 
     def _delivers(self) -> bool:
-        return not self._saving_checkpoint and is_quantized(cast(nn.Module, self.model))
+        return is_quantized(cast(nn.Module, self.model)) and not saves_checkpoint()
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
@@ -671,10 +666,8 @@ class MoQMixin(_Beside):
             super().create_model_card(*args, **kwargs)
         if not self.is_world_process_zero():
             return
-        best = best_step(self.args, self.state)
-        metrics = self.final_metrics or last_metrics(self.state.log_history, best)
         for folder in folders:
-            record_metrics(folder, metrics, self.float_metrics)
+            record_metrics(folder, metrics_of(self), self.float_metrics)
             write_run_card(folder, self, *args, **kwargs)
 
     def _live_moq(self) -> MoQCallback | None:
@@ -704,10 +697,7 @@ class MoQTrainer(MoQMixin, Trainer):
     >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
     >>> data = [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4, 5, 6], "labels": 1}]
-    >>> config = {
-    ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
-    ...     "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0},
-    ... }
+    >>> config = {"bits": 4, "start_bits": 6, "period": 1}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     args = TrainingArguments(folder, max_steps=3, use_cpu=True, report_to=[])
     ...     trainer = MoQTrainer(model, args, train_dataset=data, moq_config=config)

@@ -255,7 +255,7 @@ class MoQDistillation(nn.Module):
             with torch.no_grad():
                 teacher, theirs = self._outputs(self.teacher, features)
             parts = loss_parts(
-                None, student, teacher, features, self.config, None, (ours, theirs)
+                student, teacher, features, self.config, None, (ours, theirs)
             )
             for name, part in weighted(parts, self.config).items():
                 total[name] += part / len(columns)
@@ -386,7 +386,6 @@ def fingerprint(teacher: nn.Module) -> int:
 
 
 def loss_parts(
-    task_loss: Tensor | None,
     student: Any,
     teacher: Any,
     inputs: Mapping[str, Any],
@@ -394,10 +393,9 @@ def loss_parts(
     problem: str | None = None,
     relations: Sequence[Sequence[Tensor]] = ((), ()),
 ) -> dict[str, Tensor]:
-    """The parts of the loss described in the module's docstring, before their weights.
+    """The parts of the loss that compare two outputs, as in the module's docstring, before their weights.
 
     Args:
-        task_loss: The student's own loss, a scalar; None if `config.labels` is 0.
         student: Output of the student, with hidden states if `config.hidden` is not 0.
         teacher: Output of the teacher for the same `inputs`.
         inputs: The batch of both: `attention_mask` is read, and `labels`, as `labels_at_logits`
@@ -408,7 +406,7 @@ def loss_parts(
             `config.relations` is not 0.
 
     Returns:
-        Scalars, float32: `task` and the names of the other weights; those of weight 0 are left out.
+        Scalars, float32, by the names of the weights but `labels`; those of weight 0 are left out.
 
     Raises:
         MoQError: The outputs have no names, no logits, or no hidden states.
@@ -419,8 +417,6 @@ def loss_parts(
                 f"distillation: the model's output has no names (return_dict), it is {type(output).__name__}"
             )
     parts = {}
-    if task_loss is not None and config.labels:
-        parts[TASK] = task_loss.float()
     if config.logits:
         ours = logits_in(student)
         theirs = logits_in(teacher)

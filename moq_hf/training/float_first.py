@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from ..config import MoQConfig
+from ..config_fields import DistillationConfig
 from ..errors import MoQError, explained, one_line, read_json
 from ..seams.transformers import callbacks_of, checkpoint_folder, metrics_apart
 from ..text import metrics_in
@@ -172,16 +173,14 @@ class FloatPhase:
             ) from error
         self.metrics = metrics or None
 
-    def teacher(self, config: MoQConfig) -> PreTrainedModel:
+    def teacher(self, config: DistillationConfig) -> PreTrainedModel:
         """Load the saved float model as the teacher of the model in training.
 
         Raises:
             MoQError: It cannot be loaded.
         """
         student = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return load_teacher(
-            str(self.folder), student, config.distillation, self.trainer.args.device
-        )
+        return load_teacher(str(self.folder), student, config, self.trainer.args.device)
 
     def log(self) -> None:
         """Log the evaluation at the end of the phase."""

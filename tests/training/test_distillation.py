@@ -90,8 +90,9 @@ def distillation(logits: float, hidden: float, labels: float) -> DistillationCon
     return DistillationConfig(teacher="x", logits=logits, hidden=hidden, labels=labels)
 
 
-def distillation_loss(*what: Any) -> torch.Tensor:
-    return sum(weighted(loss_parts(*what), what[4]).values())
+def distillation_loss(task: torch.Tensor | None, *what: Any) -> torch.Tensor:
+    parts = loss_parts(*what) | ({} if task is None else {"task": task})
+    return sum(weighted(parts, what[3]).values())
 
 
 def test_the_loss_by_hand() -> None:
@@ -252,7 +253,7 @@ def test_a_model_that_skipped_a_layer_is_told_what_did_it() -> None:
     states = tuple(torch.ones(2, 3, 4) for _ in range(3))
     ours, theirs = ({"hidden_states": each} for each in (states[:2], states))
     with pytest.raises(MoQError, match=r"2 hidden states and its teacher 3.*leave distillation\.dropout false"):
-        loss_parts(None, ours, theirs, {}, DistillationConfig(logits=0.0, labels=0.0))
+        loss_parts(ours, theirs, {}, DistillationConfig(logits=0.0, labels=0.0))
 
 
 # They drop units, attention, paths or whole layers, by PyTorch's modules or by numbers of their own.
@@ -424,7 +425,9 @@ def test_a_teacher_that_cannot_teach(teacher: Path, tmp_path: Path) -> None:
 
 def test_a_quantized_teacher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     master = quantize_model(new_model(2), CONFIG)
-    with pytest.raises(MoQError, match=r"the teacher is quantized: give a float model, or call moq_hf.dequantize_model"):
+    with pytest.raises(
+        MoQError, match=r"the teacher is quantized: give a float model, or call moq_hf.dequantize_model"
+    ):
         new_trainer(tmp_path, CONFIG, master)
     save_quantized(master, tmp_path / "packed")
     trainer = new_trainer(tmp_path, with_teacher(tmp_path / "packed"))
