@@ -17,7 +17,7 @@ from .errors import MoQConfigError, listed
 
 # Configs that come with the package, in its folder `presets`, by their names.
 PRESETS = ("w8", "w4", "w3", "w2", "lm-w4", "moq", "auto", "eigen")
-# What schemes of other libraries are here.
+# Schemes of other libraries, and what to write here.
 _SCHEMES = {
     "w4a16": "w4",
     "w8a16": "w8",
@@ -141,7 +141,7 @@ class MoQConfig(ConfigFields):
         own = {"enabled": True, "start_bits": max(self.targets), "period": "auto"}
         defaults |= own
         also += ("bits",)
-        # Without its switch that section would be on.
+        # A section without its switch would be on.
         if self.activations != ActivationConfig():
             also += ("activations.enabled",)
         return by_section(

@@ -20,8 +20,8 @@ from .grid import FP4, FP4_BITS
 
 logger = logging.getLogger(__name__)
 
-# What a word of other libraries means here (bitsandbytes, GPTQ, AWQ, HQQ, torchao, quanto, llm-compressor, the
-# Trainer): a keyword, or else what to do.
+# Words of other libraries (bitsandbytes, GPTQ, AWQ, HQQ, torchao, quanto, llm-compressor, the Trainer), after the
+# keyword that they mean here, or what to do instead.
 _WORDS = {
     "bits": "num_bits n_bits nbits wbits w_bit w_bits weight_bits bit bit_width bitwidth weights "
     "weight_dtype wdtype precision",
@@ -71,7 +71,7 @@ _WORDS = {
     "it is processing_class of the Trainer": "tokenizer",
     "it is an argument of PEFT's LoraConfig": "lora_r lora_alpha lora_dropout",
 }
-# Keywords that are no config's, and are given to a callback all the same.
+# Arguments of the Trainer that people give to a callback.
 _OF_TRAINER = ("float_first", "teacher", "teacher_init_kwargs")
 # Two ways to say which weights share a scale.
 _GROUPS = ("groups", "group_size")
@@ -106,8 +106,8 @@ def parse(
         wrong = _value_faults(error, values, spell)
         others = {path: value for path, value in values.items() if path not in wrong}
         config = _read(others, language)
-    # A value that is not legal by itself is in no conflict, nor is the target that was
-    # probably meant by a key that is none.
+    # An illegal value takes part in no conflict, nor do bits that an unknown key was
+    # probably meant for.
     settled = set(wrong)
     if faults or "format" in wrong:
         settled |= {"bits"} - values.keys()
@@ -141,7 +141,7 @@ def _with_defaults(
     # A keyword of the two goes before either of the document's.
     if any(given.get(name) is not None for name in _GROUPS):
         values = {n: v for n, v in values.items() if n not in _GROUPS or n in given}
-    # What is not a format at all is an error later.
+    # An unknown format is an error later.
     fp4 = FP4.get(str(values.get("format")))
     if fp4 is not None:
         values = {"bits": FP4_BITS, "group_size": fp4.group_size} | values
@@ -210,7 +210,7 @@ class _Said:
                     self._are_twins(first, name)
 
     def spell(self, path: str) -> str:
-        """What a key is, or would be, called there."""
+        """The name that a key has, or would have, there."""
         other = path if self._in_keywords else dialect.word(path)
         return self.words.get(path, other)
 
@@ -389,7 +389,7 @@ def _hint(value: Any, schema: Mapping[str, Any]) -> str:
         return f" (write {share:g})"
     if "integer" in types and type(value) is int and value > LARGEST:
         return " and below 2**63"
-    # Of a list, its first item that is no word was misspelt.
+    # In a list, the first item that is no legal word was misspelt.
     word = value
     if isinstance(value, (list, tuple)):
         word = next((item for item in value if item not in words), None)
@@ -450,7 +450,7 @@ def _meant(name: str, section: str, here: Sequence[str], spell: Speller) -> str:
     meant = None if section and word in ours else _words_of_others().get(word)
     if meant is None:
         near = nearest(word, here, 0.75)
-        # A letter too many is a slip, even where another section has the word as it is.
+        # A letter too many is a slip, even if another section has just that word.
         if near and (word not in ours or nearest(word, here, 0.9)):
             return f", did you mean {section}{near}?"
         meant = ours.get(nearest(word, ours, 0.8) or "")
@@ -458,7 +458,7 @@ def _meant(name: str, section: str, here: Sequence[str], spell: Speller) -> str:
         return f"; legal here are {', '.join(here)}"
     if " " in meant:
         return f"; {meant}"
-    # Overrides have a key by its short name.
+    # In overrides a key goes by its short name.
     return f", did you mean {section + meant if meant in here else spell(meant)}?"
 
 
@@ -469,7 +469,7 @@ def _paths() -> dict[str, str]:
     for spell in (dialect.word, str):
         for path in [*reversed(key_schemas()), *places()]:
             found[spell(path).rpartition(".")[2]] = path
-    # They stand in several places and point nowhere.
+    # These occur in several sections, and so point to none.
     for common in ("enabled", "verbose"):
         del found[common]
     return found

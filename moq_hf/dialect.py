@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import MoQConfigError, show
 
-# What a keyword, or a section, is called where it has another name.
+# Keywords and sections that DeepSpeed calls otherwise.
 WORDS = {
     "verbose": "quantize_verbose",
     "kernel": "quantizer_kernel",
@@ -37,9 +37,9 @@ WORDS = {
 }
 # Where the keys stand in a DeepSpeed config.
 SECTION = "quantize_training"
-# What a config may have been written in.
+# The languages that a config may have been written in.
 LANGUAGES = ("keywords", "deepspeed", SECTION)
-# They tell a DeepSpeed config from a misspelled one of moq_hf.
+# Keys by which a DeepSpeed config is told from a misspelled one of moq_hf.
 DEEPSPEED_KEYS = {
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -53,8 +53,8 @@ DEEPSPEED_KEYS = {
     "gradient_clipping",
     "compression_training",
 }
-# What a document in these words means by keys that it leaves out, and what DeepSpeed
-# does in its own section.
+# Defaults of keys that a document in these words leaves out, and more of them in
+# DeepSpeed's own section.
 DEFAULTS: dict[str, Any] = {"embeddings": None}
 DEEPSPEED_DEFAULTS: dict[str, Any] = {
     "start_bits": 16,
@@ -70,7 +70,7 @@ Place = str | dict[str, str]
 
 
 def word(path: str) -> str:
-    """What the dialect calls a key.
+    """A key in the words of the dialect.
 
     >>> word("bits"), word("blend.enabled"), word("eigenvalue.tol")
     ('quantize_bits.target_bits', 'fp16_mixed_quantize.enabled', 'eigenvalue.tol')
@@ -102,7 +102,7 @@ def places(keywords: Mapping[str, Place]) -> dict[str, Place]:
 
 
 def language_of(block: Mapping[str, Any], keywords: Mapping[str, Place]) -> str:
-    """What a block is written in, "keywords" or "deepspeed": the first name that only one of them has tells.
+    """The language of a block, "keywords" or "deepspeed", told by its first name that only one of them has.
 
     >>> language_of({"seed": 1, "quantize_bits": {"target_bits": 4}}, {"bits": "bits", "seed": "seed"})
     'deepspeed'

@@ -128,7 +128,7 @@ class MoQMixin(_Beside):
     >>> class MoQSeq2SeqTrainer(MoQMixin, Seq2SeqTrainer): ...
     """
 
-    # What a user has subclassed, for messages.
+    # How messages name the class that wires MoQ in.
     _wired_by = "MoQMixin"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -186,14 +186,14 @@ class MoQMixin(_Beside):
             config = after_float(config, share)
         if config is not None:
             callbacks.append(MoQCallback(config))
-        # Of two the callback itself says that they are too many.
+        # With two callbacks, on_init_end raises.
         self.moq = next((c for c in callbacks if isinstance(c, MoQCallback)), None)
         self.final_metrics: Mapping[str, Any] | None = None
         self.float_metrics: Mapping[str, Any] | None = None
         self.teacher_fingerprint: int | None = None
         self._loss_checked = self._loss_called = self._rates_restart = False
         self._teacher_ignored = False
-        # What was switched off in the student, to be switched on again.
+        # Dropout that is switched off in the student: module, attribute, share.
         self._dropped: list[tuple[nn.Module, str, float]] = []
         # Sums over micro-batches since the last log, and how many there were.
         self._parts: dict[str, Any] = Counter()
@@ -204,7 +204,7 @@ class MoQMixin(_Beside):
         if loaded is not None:
             self.moq = MoQCallback(loaded)
             self.add_callback(self.moq)
-        # How this Trainer has it without a teacher.
+        # The Trainer's own setting, for a phase without a teacher.
         self._scaled_for_ga = getattr(self, "loss_is_scaled_for_ga", None)
         if share is not None and config is not None:
             self.float_phase = FloatPhase(self, share, self._student)
@@ -266,7 +266,7 @@ class MoQMixin(_Beside):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """One micro-batch; before the first one without a teacher, find out how the loss is scaled."""
-        # With a teacher it is a mean, and tells nothing about the loss without one.
+        # With a teacher the loss is a mean, which tells nothing about the one without.
         if not self._loss_checked and self._teacher is None:
             self._loss_checked = True
             self._check_loss_scale(model, inputs, num_items_in_batch)
@@ -376,7 +376,7 @@ class MoQMixin(_Beside):
         """
         phase = self.float_phase
         self._parts.clear()
-        # After running out of memory in the second phase a run may begin again.
+        # auto_find_batch_size may begin a run anew in its second phase.
         self._restore_dropout()
         if phase is None:
             self._begin_following("with a teacher,")
@@ -455,7 +455,7 @@ class MoQMixin(_Beside):
             )
 
     def _count_of(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        """What a `compute_loss_func` must divide by for the mean over one batch; None where the model has the loss."""
+        """What a `compute_loss_func` divides by for the mean over one batch; None without such a function."""
         labels = inputs.get("labels")
         if self.compute_loss_func is None or not isinstance(labels, Tensor):
             return None
@@ -497,7 +497,7 @@ class MoQMixin(_Beside):
         found: Any = None
         with passes_of(model, student, config) as passes:
             if is_stock and teacher is not None and not config.labels:
-                # There may be none, nor a loss in the model's output.
+                # The batch may have no labels, and the output no loss.
                 model(**inputs)
             else:
                 # The Trainer takes the labels out where it computes the loss itself.
@@ -507,7 +507,7 @@ class MoQMixin(_Beside):
                 f"distillation: compute_loss of {type(self).__name__} does not call the model that it is given in "
                 "training, so there is nothing for the teacher to answer"
             )
-        # A trial may draw no random numbers, which the float phase would miss.
+        # A trial must not consume random numbers of the float phase.
         with contextlib.nullcontext() if teacher is not None else repeatable():
             passes = with_logits(passes, model, student, config)
         loss = found[0] if return_outputs and found else found
@@ -521,9 +521,9 @@ class MoQMixin(_Beside):
             loss = sum(weighted(parts, config).values())
             if self.compute_loss_func is not None and not KNOWS_SCALE:
                 loss = loss / self.current_gradient_accumulation_steps
-            # Under DataParallel the task's own has a value for each device.
+            # Under DataParallel the task's loss has a value for each device.
             values = torch.stack([part.detach().mean() for part in parts.values()])
-            # Here and not for the log, which a Trainer may leave to one process.
+            # Not in the log, which a Trainer may leave to one process.
             means = self.accelerator.reduce(values, reduction="mean")
             self._parts.update({**dict(zip(parts, means, strict=True)), "count": 1})
         if not return_outputs:
@@ -541,14 +541,14 @@ class MoQMixin(_Beside):
         given = {**kept, **student.inputs}
         theirs, relations = student.output, student.relations
         if teacher is not None:
-            # As the student, around whose forward pass Accelerate has put it.
+            # As Accelerate wraps the student's forward pass.
             with (
                 torch.no_grad(),
                 self.accelerator.autocast(),
                 queries_keys_values(teacher, config.relations) as relations,
             ):
                 theirs = teacher(**(given if is_stock else student.inputs))
-        # With labels a forward pass finds out what it is, if the config did not say it.
+        # A forward pass with labels sets it where the config does not say it.
         problem = getattr((teacher or self._student).config, "problem_type", None)
         given["labels"] = labels_at_logits(self._student, given.get("labels"))
         both = (student.relations, relations)
@@ -618,7 +618,7 @@ class MoQMixin(_Beside):
         if not self._delivers() or not any(map(is_apart, model.parameters())):
             super().save_model(output_dir, _internal_call)
             return
-        # The stock one gathers the whole model first; or, by its settings, saves
+        # The stock method gathers the whole model first or, by its settings, saves
         # nothing that loads.
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:

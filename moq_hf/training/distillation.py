@@ -128,7 +128,7 @@ def load_teacher(
         raise MoQError(
             f"distillation: the labels are {ours} in the model and {theirs} in the teacher"
         )
-    # As the Trainer has it of the student: keys and values of batches are not needed.
+    # As the Trainer sets it for the student: nothing is generated.
     teacher.config.use_cache = False
     teacher.requires_grad_(False).train(False)
     return cast(PreTrainedModel, teacher.to(device))
@@ -231,7 +231,7 @@ class MoQDistillation(nn.Module):
             )
         weights = weights or {"similarity": 1.0, "embedding": 1.0}
         given = {**dict.fromkeys(PARTS, 0.0), **weights, "dropout": dropout}
-        # The bits are of no account: a config is checked as a whole.
+        # A config is checked as a whole, so it needs some bits.
         config = {"bits": 8, "distillation": given}
         self.config = MoQConfig.from_dict(config).distillation
         if teacher is not None:
@@ -264,7 +264,7 @@ class MoQDistillation(nn.Module):
     def _outputs(
         self, model: nn.Module, features: Mapping[str, Any]
     ) -> tuple[Any, list[Tensor]]:
-        """What a model makes of its features, and queries, keys and values."""
+        """A model's output for its features, and its queries, keys and values."""
         parts = (m for m in model.modules() if isinstance(m, PreTrainedModel))
         settings: Any = next(parts).config
         before = settings.output_hidden_states

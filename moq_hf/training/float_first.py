@@ -46,7 +46,7 @@ def share_of(float_first: bool | float | None) -> float | None:
 
 
 def after_float(config: MoQConfig, share: float) -> MoQConfig:
-    """The same schedule for the rest of a run: it begins after `share` of the run, and its deadline is of the rest.
+    """The same schedule for the rest of a run: it begins after `share` of the run, its deadline rescaled.
 
     Raises:
         MoQError: The config names a teacher.
@@ -240,6 +240,6 @@ def _evaluated(trainer: Trainer) -> dict[str, float]:
     finally:
         callbacks[:] = held
         trainer.state.log_history = history
-        # By the mode TRL knows whether a log is of training.
+        # TRL tells a log of training by the model's mode.
         cast(Any, trainer.model).train()
     return {f"eval_{name}": value for name, value in metrics_in(metrics).items()}
