@@ -570,14 +570,14 @@ def test_the_first_step_is_that_of_a_float_run(tmp_path: Path) -> None:
     assert_same(dict(saved.named_parameters()), weights(plain))
 
 
-def test_a_loss_function_gets_the_number_of_labels(tmp_path: Path) -> None:
-    def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
 
-    config = {**CONFIG, "distillation": {"labels": 1.0}}
+
+def test_a_loss_function_gets_the_number_of_labels(tmp_path: Path) -> None:
     runs = []
     for name, function in (("own", summed), ("models", None)):
-        trainer = float_first(tmp_path / name, config, trainer={"compute_loss_func": function})
+        trainer = float_first(tmp_path / name, trainer={"compute_loss_func": function})
         trainer.train()
         runs.append(weights(trainer))
     for name, weight in runs[0].items():
@@ -587,11 +587,7 @@ def test_a_loss_function_gets_the_number_of_labels(tmp_path: Path) -> None:
 def test_with_several_processes_a_loss_function_gets_what_the_trainer_multiplies_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
-
-    config = {**CONFIG, "distillation": {"labels": 1.0}}
-    given = {"compute_loss_func": summed, "moq_config": config, "teacher": calm_model()}
+    given = {"compute_loss_func": summed, "moq_config": CONFIG, "teacher": calm_model()}
     trainer = MoQTrainer(calm_model(), arguments(tmp_path), train_dataset=rows(8), **given)
     batch = torch.utils.data.default_collate(rows(4))
     trainer.model.train()
