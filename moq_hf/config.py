@@ -12,7 +12,8 @@ from pydantic_core import to_jsonable_python
 
 from . import dialect
 from .config_fields import ActivationConfig, ConfigFields
-from .config_reading import by_section, nearest, parse, places, width_in
+from .config_reading import nearest, parse, places, width_in
+from .dialect import by_section
 from .errors import MoQConfigError, listed
 
 # Configs that come with the package, in its folder `presets`, by their names.

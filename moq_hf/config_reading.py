@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from . import dialect
 from .config_fields import LARGEST, ConfigFields, Speller, given_in
-from .dialect import Place
+from .dialect import Place, by_section
 from .errors import MOST_FAULTS, MoQConfigError, show, show_key
 from .grid import FP4, FP4_BITS
 
@@ -86,12 +86,13 @@ def parse(
         MoQConfigError: Lists everything that is wrong with them.
     """
     faults: list[str] = []
-    block, ignored = dialect.block_of(document, places(), where, faults)
+    both = places(), places_in_dialect()
+    block, ignored = dialect.block_of(document, *both, where, faults)
     language = dialect.SECTION
     if block is document:
-        language = dialect.language_of(block or keywords, places())
+        language = dialect.language_of(block or keywords, *both)
     said = _Said(block, language, faults)
-    given = _Said(keywords, dialect.language_of(keywords, places()), faults)
+    given = _Said(keywords, dialect.language_of(keywords, *both), faults)
     values = _with_defaults(said.values, given.values, language)
     named: set[str] = set()
 
@@ -176,7 +177,7 @@ class _Said:
         self, block: Mapping[str, Any], language: str, faults: list[str]
     ) -> None:
         self._in_keywords = language == "keywords"
-        both = (places(), dialect.places(places()))
+        both = places(), places_in_dialect()
         self._places, self._others = both if self._in_keywords else both[::-1]
         self._faults = faults
         self.values: dict[str, Any] = {}
@@ -290,24 +291,13 @@ def key_schemas() -> dict[str, dict[str, Any]]:
 @functools.cache
 def places() -> dict[str, Place]:
     """The keywords: each with its path, and sections with the paths of their keys."""
-    found: dict[str, Any] = {}
-    for path in key_schemas():
-        head, _, name = path.partition(".")
-        if name:
-            found.setdefault(head, {})[name] = path
-        else:
-            found[head] = path
-    return found
+    return by_section({path: path for path in key_schemas()})
 
 
-def by_section(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Put values whose keys have a dot into sections."""
-    found: dict[str, Any] = {}
-    for path, value in flat.items():
-        head, _, name = path.rpartition(".")
-        place = found.setdefault(head, {}) if head else found
-        place[name] = value
-    return found
+@functools.cache
+def places_in_dialect() -> dict[str, Place]:
+    """The same of DeepSpeed's words."""
+    return dialect.places(key_schemas())
 
 
 # ---- what is wrong, in words

@@ -4,7 +4,7 @@ Paths are dotted: a key, or a section and its key. The config's own words are th
 keywords (`bits`, `eigenvalue.tol`); here the same have other names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .errors import MoQConfigError, show
@@ -79,42 +79,53 @@ def word(path: str) -> str:
     return f"{WORDS.get(head, head)}{dot}{inner}"
 
 
-def places(keywords: Mapping[str, Place]) -> dict[str, Place]:
-    """Where keys stand in a document of the dialect.
+def by_section(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Put values whose keys have a dot into sections."""
+    found: dict[str, Any] = {}
+    for path, value in flat.items():
+        head, _, name = path.rpartition(".")
+        place = found.setdefault(head, {}) if head else found
+        place[name] = value
+    return found
 
-    Args:
-        keywords: Where they stand among keywords.
 
-    >>> places({"bits": "bits", "seed": "seed"})
+def places(paths: Iterable[str]) -> dict[str, Place]:
+    """Where the keys of these paths stand in a document of the dialect.
+
+    >>> places(["bits", "seed"])
     {'quantize_bits': {'target_bits': 'bits'}, 'seed': 'seed'}
     """
-    found: dict[str, Any] = {}
-    for name, place in keywords.items():
-        head, _, inner = word(name).partition(".")
-        if inner:
-            found.setdefault(head, {})[inner] = place
-        else:
-            found[head] = place
+    found = by_section({word(path): path for path in paths})
     # Other spellings of the tutorial's.
     if "quantize_algo" in found:
         found |= {"quantize-algo": found["quantize_algo"], "quantize_type": "q_type"}
     return found
 
 
-def language_of(block: Mapping[str, Any], keywords: Mapping[str, Place]) -> str:
+def language_of(
+    block: Mapping[str, Any], own: Mapping[str, Place], theirs: Mapping[str, Place]
+) -> str:
     """The language of a block, "keywords" or "deepspeed", told by its first name that only one of them has.
 
-    >>> language_of({"seed": 1, "quantize_bits": {"target_bits": 4}}, {"bits": "bits", "seed": "seed"})
+    Args:
+        block: Keys with their values.
+        own: Where keywords stand.
+        theirs: Where words of the dialect do.
+
+    >>> language_of({"seed": 1, "quantize_heads": True}, {"heads": "heads"}, {"quantize_heads": "heads"})
     'deepspeed'
     """
-    theirs = places(keywords)
-    telling = theirs.keys() ^ keywords.keys()
+    telling = theirs.keys() ^ own.keys()
     first = next((name for name in block if name in telling), None)
     return "deepspeed" if first in theirs else "keywords"
 
 
 def block_of(
-    document: Any, keywords: Mapping[str, Place], where: str, faults: list[str]
+    document: Any,
+    own: Mapping[str, Place],
+    theirs: Mapping[str, Place],
+    where: str,
+    faults: list[str],
 ) -> tuple[Mapping[str, Any], list[Any]]:
     """Find moq_hf's keys in a document, and the sections around them; `faults` takes what is wrong.
 
@@ -125,8 +136,7 @@ def block_of(
         raise MoQConfigError(
             f"{where}: must be an object of keys, got {show(document)}"
         )
-    theirs = places(keywords)
-    own = keywords.keys() - theirs.keys()
+    alone = own.keys() - theirs.keys()
     if SECTION in document:
         block = document[SECTION]
         if not isinstance(block, Mapping):
@@ -137,14 +147,14 @@ def block_of(
         for name in document:
             if name in theirs:
                 faults.append(f"{name}: belongs in {SECTION}")
-            elif name in own:
+            elif name in alone:
                 faults.append(
                     f"{name}: keywords do not go beside {SECTION}; write {word(name)} in it, or keywords alone"
                 )
             elif name not in (SECTION, "$schema"):
                 ignored.append(name)
         return block, ignored
-    if not DEEPSPEED_KEYS.isdisjoint(document) and own.isdisjoint(document):
+    if not DEEPSPEED_KEYS.isdisjoint(document) and alone.isdisjoint(document):
         other = ""
         if "compression_training" in document:
             other = " (compression_training is another method)"

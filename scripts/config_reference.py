@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moq_hf import dialect
-from moq_hf.config_reading import key_schemas, legal, places, schema_of_fields
+from moq_hf.config_reading import key_schemas, legal, places, places_in_dialect, schema_of_fields
 from moq_hf.text import markdown_table
 
 # Beside the files that name it, in the wheel and here.
@@ -51,7 +51,7 @@ def json_schema() -> dict[str, Any]:
     >>> json_schema()["$defs"]["key.group_size"]["default"] is None
     True
     """
-    theirs = dialect.places(places())
+    theirs = places_in_dialect()
     section = _block(theirs) | {"not": {"required": ["quantize_algo", "quantize-algo"]}}
     flat = _block(places())
     flat["properties"]["activations"] = {
