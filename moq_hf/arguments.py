@@ -17,7 +17,10 @@ _TAKEN = ("enabled", "verbose", "seed")
 class Unsaid(Enum):
     """The value of a keyword that nobody gave, where None is one that it can be given."""
 
-    UNSAID = "unsaid"
+    UNSAID = "not said"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 def _option(text: str, default: Any = None, **more: Any) -> Any:

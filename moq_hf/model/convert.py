@@ -360,7 +360,11 @@ class FloatSavesAround:
     def tell(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """As a pre-hook of `state_dict`."""
         savers = [owner for name, owner in callers() if name == "save_pretrained"]
-        is_told = any("save_pretrained" in vars(owner) for owner in savers)
+        # PEFT saves its adapters alone.
+        is_told = any(
+            "save_pretrained" in vars(owner) or without_peft(owner) is not owner
+            for owner in savers
+        )
         if not prefix or not savers or is_told or saves_checkpoint():
             return
         if is_quantized(module):

@@ -89,8 +89,10 @@ def test_a_model_around_a_quantized_part_is_told_of(tmp_path: Path, told: Told) 
             (text,) = told()
             assert f"BertForSequenceClassification wrote the float weights of {name}, which" in text
     settings = arguments(tmp_path, save_strategy="steps", save_steps=8)
-    trained(hf.Trainer(model, settings, train_dataset=rows()))
+    trainer = trained(hf.Trainer(model, settings, train_dataset=rows()))
     assert (tmp_path / "checkpoint-16").is_dir() and told() == []
+    trainer.save_model(str(tmp_path / "whole"))
+    assert len(told()) == 1
     dequantize_model(model.bert.encoder)
     model.save_pretrained(tmp_path)
     assert told() == []

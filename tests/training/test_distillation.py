@@ -12,7 +12,16 @@ from model_zoo import CASES, class_of, rows_of
 from model_zoo import FAMILIES as CONFIGS
 from transformers.modeling_outputs import ModelOutput
 
-from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, MoQTrainer, quantize_model, save_quantized
+from moq_hf import (
+    MoQCallback,
+    MoQConfig,
+    MoQConfigError,
+    MoQDistillation,
+    MoQError,
+    MoQTrainer,
+    quantize_model,
+    save_quantized,
+)
 from moq_hf.config_fields import DistillationConfig
 from moq_hf.model.convert import quant_layers
 from moq_hf.training.distillation import (
@@ -429,7 +438,11 @@ def test_a_quantized_teacher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         MoQError, match=r"the teacher is quantized: give a float model, or call moq_hf.dequantize_model"
     ):
         new_trainer(tmp_path, CONFIG, master)
+    with pytest.raises(MoQError, match="the teacher is quantized"):
+        MoQDistillation(new_model(1), master)
     save_quantized(master, tmp_path / "packed")
+    with pytest.raises(MoQError, match="the teacher is quantized"):
+        new_trainer(tmp_path, CONFIG, type(master).from_pretrained(tmp_path / "packed"))
     trainer = new_trainer(tmp_path, with_teacher(tmp_path / "packed"))
     assert f"the teacher {tmp_path / 'packed'} was quantized: its weights are floats on a grid" in caplog.text
     assert trainer.train().global_step == 8
