@@ -89,7 +89,7 @@ IN_PLACE = {
 
 # Files whose tests fail where these seams do not hold any more: run them too for a new version of a library.
 ELSEWHERE = {
-    "model/test_float_saves.py": ["callers", "saves_checkpoint"],
+    "model/test_float_saves.py": ["at_state_dict", "callers", "saves_checkpoint"],
     "packed/test_delivery.py": ["attention_to_load", "COMPILED", "without_generation_config"],
     "packed/test_loading.py": ["has_loss_of_its_own"],
     "packed/test_gemma.py": ["stays_float"],
@@ -101,7 +101,7 @@ ELSEWHERE = {
     "packed/test_versions.py": ["refuse_older"],
     "test_callback.py": ["CALLBACKS_KEY", "ExportableState", "average_loss"],
     "test_eigen.py": ["attention_of", "undo_mixed_precision"],
-    "test_forward_pass.py": ["has_hooks", "in_evaluation_loop", "pre_hooks", "remove_hooks"],
+    "test_forward_pass.py": ["has_hooks", "in_evaluation_loop", "pre_hooks", "remove_forward_hooks"],
     "test_inputs.py": ["with_gradient_of"],
     "test_loaded.py": ["give_to_each_trainer"],
     "test_processes.py": ["CHECKPOINTED"],

@@ -37,10 +37,11 @@ from ..quant_linear import QuantEmbedding, QuantLayer, quant_class
 from ..quantizer import RoundingSeed
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import (
+    at_state_dict,
     callers,
     has_adapter,
     mixed_precision,
-    remove_hooks,
+    remove_forward_hooks,
     saves_checkpoint,
     unpack,
 )
@@ -87,6 +88,7 @@ def dequantize_model(
     if is_packed(model):
         unpack(pretrained(model), trains=not adapted_layers(model))
         return given
+    _tell_of_saves_around(model, False)
     layers = quantized_layers(model)
     if weights == "quantized":
         check_finite(layers, gather=True)
@@ -180,6 +182,7 @@ def prepare_model(
         make_quantized(module, states)
     merge_adapters(inventory.model, inventory.merged)
     quantized: Any = quantized_layers(inventory.model)
+    _tell_of_saves_around(inventory.model, bool(quantized))
     for layer in quantized.values():
         layer.invalidate()
     _tell_of_saves(inventory.model, bool(quantized))
@@ -246,7 +249,7 @@ class WatchedPasses:
 def _watch_passes(model: nn.Module, passes: PassWeights | None) -> None:
     """Have a model tell when its passes begin and end, instead of what it told before; None: not any more."""
     for module in model.modules():
-        remove_hooks(module, WatchedPasses)
+        remove_forward_hooks(module, WatchedPasses)
         if isinstance(vars(module).get("generate"), HeldGenerate):
             del vars(module)["generate"]
         if passes is None:
@@ -342,7 +345,6 @@ class FloatSaves:
 def _tell_of_saves(model: nn.Module, tells: bool) -> None:
     """Have each part of a model that `from_pretrained` can load say what it saves, as it did or as floats, or not."""
     for module in model.modules():
-        remove_hooks(module, FloatSavesAround)
         attributes = vars(module)
         kind = FloatSaves
         if isinstance(attributes.get("save_pretrained"), FloatSaves):
@@ -350,30 +352,6 @@ def _tell_of_saves(model: nn.Module, tells: bool) -> None:
         is_adapted = without_peft(module) is not module
         if tells and (isinstance(module, PreTrainedModel) or is_adapted):
             attributes.setdefault("save_pretrained", kind(module))
-    if tells:
-        cast(Any, model).register_state_dict_pre_hook(FloatSavesAround().tell)
-
-
-class FloatSavesAround:
-    """Says that a model saves the float weights of a part that was quantized by itself, by a hook of the part."""
-
-    def tell(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """As a pre-hook of `state_dict`."""
-        savers = [owner for name, owner in callers() if name == "save_pretrained"]
-        # PEFT saves its adapters alone.
-        is_told = any(
-            "save_pretrained" in vars(owner) or without_peft(owner) is not owner
-            for owner in savers
-        )
-        if not prefix or not savers or is_told or saves_checkpoint():
-            return
-        if is_quantized(module):
-            logger.warning(
-                "moq_hf: save_pretrained of %s wrote the float weights of %s, which answers otherwise in memory, where "
-                "it is quantized: quantize the whole model, and save_quantized(model, folder) writes it",
-                type(savers[0]).__name__,
-                prefix.removesuffix("."),
-            )
 
 
 def tells_of_saves(model: nn.Module) -> bool:
@@ -541,3 +519,28 @@ def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
     if not_called:
         key = first.moq.config.spell("activations")
         raise MoQError(inputs_out_of_reach(not_called, key))
+
+
+def _tell_of_saves_around(model: nn.Module, tells: bool) -> None:
+    """Have a model say what is saved of it inside another one, as no part of it does any more, or not."""
+    for module in model.modules():
+        at_state_dict(module, _tell_of_save_around, tells and module is model)
+
+
+def _tell_of_save_around(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Say that a model around this one, which was quantized by itself, saves its float weights."""
+    savers = [owner for name, owner in callers() if name == "save_pretrained"]
+    # A quantized model says it itself, and PEFT saves its adapters alone.
+    is_told = any(
+        "save_pretrained" in vars(owner) or without_peft(owner) is not owner
+        for owner in savers
+    )
+    if not prefix or not savers or is_told or saves_checkpoint():
+        return
+    if is_quantized(module):
+        logger.warning(
+            "moq_hf: save_pretrained of %s wrote the float weights of %s, which answers otherwise in memory, where it "
+            "is quantized: quantize the whole model, and save_quantized(model, folder) writes it",
+            type(savers[0]).__name__,
+            prefix.removesuffix("."),
+        )

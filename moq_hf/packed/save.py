@@ -336,9 +336,16 @@ class _Saving:
                 if proof.agrees is not False:
                     break
             self._tell_not_saved()
-            self._warn(encoder, proof, reason)
+            _warn(self.target, encoder, proof, reason, self._told())
             self._write_card(saved)
         return saved
+
+    def _told(self) -> str:
+        """What a run has said at its start of layers at full size."""
+        controller = self.options.controller
+        if controller is None:
+            return ""
+        return controller.sizes.at_full_size(controller.config) or ""
 
     def delivered(self, saved: Verification) -> Delivered:
         """What to say of what was saved."""
@@ -416,7 +423,7 @@ class _Saving:
         with alone_at(self.target):
             saved = self._write(encoder, reason)
         self._tell_not_saved()
-        self._warn(encoder, None, reason)
+        _warn(self.target, encoder, None, reason, self._told())
         self._write_card(saved)
         return saved
 
@@ -458,13 +465,6 @@ class _Saving:
         fault = save_beside(folder, save)
         if fault is not None:
             self.not_saved[name] = fault
-
-    def _warn(self, encoder: Encoder, proof: Proof | None, reason: str | None) -> None:
-        controller = self.options.controller
-        told = ""
-        if controller is not None:
-            told = controller.sizes.at_full_size(controller.config) or ""
-        _warn(self.target, encoder, proof, reason, told)
 
     def _tell_not_saved(self) -> None:
         if self.not_saved:

@@ -958,20 +958,16 @@ def pre_hooks(module: nn.Module) -> list[Any]:
     return [*everywhere.values(), *module._forward_pre_hooks.values()]
 
 
-def remove_hooks(module: nn.Module, owner: type[Any]) -> None:
-    """Remove the hooks of a module's passes and of its `state_dict` that are methods of instances of a class.
+def remove_forward_hooks(module: nn.Module, owner: type[Any]) -> None:
+    """Remove the forward hooks and pre-hooks of a module that are methods of instances of a class.
 
     A handle removes them only from the module that it was made for, and not from its copies.
 
-    Relies on: `_forward_pre_hooks`, `_forward_hooks` and `_state_dict_pre_hooks`, and that
-    numbers of hooks that are gone do no harm in the other dictionaries.
-    Breaks: After a second quantization two `PassWeights` hear of each pass, and a save is told twice.
+    Relies on: `_forward_pre_hooks` and `_forward_hooks`, and that numbers of hooks that are
+    gone do no harm in the other dictionaries.
+    Breaks: After a second quantization two `PassWeights` hear of each pass.
     """
-    for hooks in (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._state_dict_pre_hooks,
-    ):
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in tuple(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), owner):
                 del hooks[number]
@@ -1230,3 +1226,18 @@ def lora_fault(wrapper: Any) -> str | None:
         if variant and name not in wrapper.lora_magnitude_vector:
             return f"{type(variant).__name__} is neither plain LoRA nor DoRA"
     return None
+
+
+def at_state_dict(
+    module: nn.Module, tell: Callable[[nn.Module, str, bool], None], wanted: bool
+) -> None:
+    """Have a function called, or not any more, whenever a module's tensors are asked for: a pre-hook of `state_dict`.
+
+    Relies on: `_state_dict_pre_hooks`, which copies and pickles of a module have too.
+    Breaks: A model around a part that was quantized by itself would say twice, or not at all, that it saves floats.
+    """
+    hooks = module._state_dict_pre_hooks
+    for number in [number for number, hook in hooks.items() if hook is tell]:
+        del hooks[number]
+    if wanted:
+        cast(Any, module).register_state_dict_pre_hook(tell)
