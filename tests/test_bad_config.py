@@ -54,7 +54,6 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ("list at the top", "[1, 2]", ["bad.json: must be an object of keys, got [1, 2]"]),
     ("nothing", None, ["must be an object of keys, got null"]),
     # DeepSpeed's documents.
-    ("list for the block", {"quantize_training": []}, ["quantize_training must be an object of keys, got []"]),
     (
         "DeepSpeed config without the block",
         {"fp16": {"enabled": True}, "train_batch_size": 32},
@@ -122,12 +121,6 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ),
     ("a wrong keyword", {"bits": 17}, [": bits: 17 is not legal", "from 1 to 16"]),
     ("keywords that conflict", {"bits": 4, "groups": 8, "group_size": 32}, [": groups 8 and group_size 32 exclude"]),
-    ("a misspelt keyword", {"bits": 4, "grop_size": 32}, ["grop_size: unknown key, did you mean group_size?"]),
-    (
-        "a key of the Trainer's beside keywords",
-        {"bits": 4, "fp16": True},
-        ["fp16: unknown key; it is an argument of T"],
-    ),
     # Types.
     ("text for bits", bits("12", 8), ['quantize_bits.start_bits: "12" is not legal', "a whole number from 1 to 16"]),
     ("bool for bits", bits(12, True), ["quantize_bits.target_bits: true is not legal", "a whole number"]),
@@ -161,15 +154,9 @@ CASES: list[tuple[str, Any, list[str]]] = [
         for gone in ("trace", "loss")
     ),
     ("bool for a number", eigenvalue(tol=True), ["eigenvalue.tol: true is not legal", "a number above 0"]),
-    (
-        "text for a list of names",
-        with_bits(modules_to_not_convert="classifier"),
-        ['modules_to_not_convert: "classifier"', "a list of names or globs"],
-    ),
     ("empty path", eigenvalue(layer_name=""), ['eigenvalue.layer_name: ""', "text, or null"]),
     ("object for a value", with_bits(seed={"a": 1}), ['seed: {"a": 1} is not legal', "a whole number from 0"]),
     ("no JSON type", with_bits(seed={1, 2}), ["seed: set is not legal"]),
-    ("number beyond printing", with_bits(seed=10**5000), ["seed: int is not legal"]),
     # Ranges.
     ("0 bits", bits(12, 0), ["quantize_bits.target_bits: 0 is not legal", "from 1 to 16"]),
     (
@@ -193,7 +180,6 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ),
     ("deadline after the end", schedule(deadline=1.5), ["quantize_schedule.deadline: 1.5", "above 0 up to 1, or null"]),
     ("negative stability", eigenvalue(stability=-1e-6), ["eigenvalue.stability: -1e-06", "a number from 0"]),
-    ("number that overflows", '{"eigenvalue": {"tol": 1e999}}', ["eigenvalue.tol: Infinity is not legal"]),
     (
         "ratio 0",
         with_bits(fp16_mixed_quantize={"quantize_change_ratio": 0}),
@@ -207,8 +193,6 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ),
     # Words.
     ("misspelt word", with_bits(quantize_type="symetric"), ['"symetric"', 'did you mean "symmetric"?']),
-    ("unknown scale", algo(scale="minmax"), ['quantize_algo.scale: "minmax"', '"auto" or "absmax" or "mse"']),
-    ("hyphen for an underscore", with_bits(quantize_groups="per-channel"), ['"per-channel"', '"per_channel"']),
     # Keys that do not go together.
     (
         "two types",
@@ -443,6 +427,7 @@ def moq(**arguments: Any) -> Any:
         (moq(period=0, offset=-1), ["2 things are wrong", "period: 0 is", "offset: -1 is"]),
         (moq(period="auot"), ['period: "auot" is not legal', 'did you mean "auto"?']),
         (moq(target_bits=4), ["target_bits: unknown key, did you mean bits?"]),
+        (moq(weather=1), ["MoQConfig: weather: unknown key; legal here are enabled, "]),
         (lambda: MoQConfig(num_bits=4), ["MoQConfig: num_bits: unknown key, did you mean bits?"]),  # type: ignore[call-arg]
         (lambda: MoQConfig.load("w4", target_bits=3), ["preset w4: target_bits: unknown key, did you mean bits?"]),
         (lambda: MoQConfig.load({"quantize_bits": 4}), ["MoQ config: quantize_bits: 4 is not an object of keys"]),
@@ -476,11 +461,6 @@ def test_the_constructors_check_too(make: Any, fragments: list[str]) -> None:
     with pytest.raises(MoQConfigError) as caught:
         make()
     check(caught.value, fragments)
-
-
-def test_no_such_argument() -> None:
-    with pytest.raises(MoQConfigError, match="MoQConfig: weather: unknown key; legal here are enabled, "):
-        MoQConfig(bits=8, weather="red")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
