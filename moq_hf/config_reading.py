@@ -70,9 +70,9 @@ _WORDS = {
     "processing_class optimizers",
     "it is processing_class of the Trainer": "tokenizer",
     "it is an argument of PEFT's LoraConfig": "lora_r lora_alpha lora_dropout",
+    "it is an argument of MoQTrainer: a callback cannot change the loss": "float_first teacher teacher_init_kwargs",
+    f'it is a section of a document, which comes first: MoQConfig({{"{dialect.SECTION}": ...}})': dialect.SECTION,
 }
-# Arguments of the Trainer that people give to a callback.
-_OF_TRAINER = ("float_first", "teacher", "teacher_init_kwargs")
 # Two ways to say which weights share a scale.
 _GROUPS = ("groups", "group_size")
 
@@ -187,15 +187,6 @@ class _Said:
             place = self._places.get(name)
             if not isinstance(name, str):
                 faults.append(f"{show(name)}: keys must be text")
-            elif name in _OF_TRAINER:
-                faults.append(
-                    f"{name} is an argument of MoQTrainer: a callback cannot change the loss"
-                )
-            elif name == dialect.SECTION:
-                faults.append(
-                    f"{name}: a section of a document, which comes first: "
-                    f'MoQConfig({{"{name}": ...}})'
-                )
             elif place is None and name in self._others:
                 faults.append(f"{name}: {self._instead_of(self._others[name])}")
             elif place is None:

@@ -421,7 +421,7 @@ def moq(**arguments: Any) -> Any:
         (lambda: MoQConfig(quantize_schedule=1), ["quantize_schedule: 1 is not an object of keys"]),  # type: ignore[call-arg]
         (
             lambda: MoQConfig("w4", quantize_training=BITS),  # type: ignore[call-arg]
-            ["quantize_training: a section of a document, which comes first: MoQConfig({"],
+            ["quantize_training: unknown key; it is a section of a document, which comes first: MoQConfig({"],
         ),
         (moq(eigenvalue={"max_iter": 0}), ["eigenvalue.max_iter: 0 is not legal"]),
         (moq(period=0, offset=-1), ["2 things are wrong", "period: 0 is", "offset: -1 is"]),
@@ -442,7 +442,10 @@ def moq(**arguments: Any) -> Any:
         (lambda: MoQConfig("w4", bits=17), ["preset w4: bits: 17 is not legal"]),
         (moq(ignore=["x"]), ["ignore: unknown key, did you mean modules_to_not_convert?"]),
         (moq(sym=True), ['sym: unknown key; write q_type="asymmetric", or "symmetric"']),
-        (moq(float_first=True), ["float_first is an argument of MoQTrainer: a callback cannot change the loss"]),
+        (
+            moq(float_first=True),
+            ["float_first: unknown key; it is an argument of MoQTrainer: a callback cannot change the loss"],
+        ),
         (moq(bits="4"), ['bits: "4" is not legal', "(write 4)"]),
         (moq(serve="vllm"), ['(write ["vllm"])']),
         (moq(modules_to_not_convert="pooler"), ['modules_to_not_convert: "pooler"', '(write ["pooler"])']),
