@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
+from enum import Enum
 from typing import Any
 
 from .config import MoQConfig
@@ -13,9 +14,18 @@ from .errors import MoQConfigError
 _TAKEN = ("enabled", "verbose", "seed")
 
 
-def _option(text: str, **more: Any) -> Any:
+class Unsaid(Enum):
+    """The value of a keyword that nobody gave, where None is one that it can be given."""
+
+    UNSAID = "not said"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+def _option(text: str, default: Any = None, **more: Any) -> Any:
     # argparse formats help texts with %.
-    return field(default=None, metadata={"help": text.replace("%", "%%"), **more})
+    return field(default=default, metadata={"help": text.replace("%", "%%"), **more})
 
 
 def _options() -> list[tuple[str, Any, Any]]:
@@ -24,6 +34,7 @@ def _options() -> list[tuple[str, Any, Any]]:
     for name, place in places().items():
         if name in _TAKEN:
             continue
+        unsaid = None
         if isinstance(place, dict):
             kinds = {"object"}
             text = f"section as JSON, with {', '.join(place)}"
@@ -31,6 +42,9 @@ def _options() -> list[tuple[str, Any, Any]]:
             schema = key_schemas()[name]
             text = f"{schema['description']} ({legal(schema)})"
             kinds = {k.get("type", "object") for k in schema.get("anyOf", [schema])}
+            # For a list argparse has no default but None.
+            if "null" in kinds and "array" not in kinds:
+                unsaid = Unsaid.UNSAID
         kind: Any = str | None
         if "boolean" in kinds:
             kind = bool | None
@@ -43,7 +57,7 @@ def _options() -> list[tuple[str, Any, Any]]:
         # Without a value it is on.
         is_switch = kind == bool | None or name == "activations"
         more = {"nargs": "?", "const": True} if is_switch else {}
-        options.append((name, kind, _option(text, **more)))
+        options.append((name, kind, _option(text, unsaid, **more)))
     return options
 
 
@@ -57,8 +71,9 @@ class MoQArguments(_Keywords):  # type: ignore[misc]
     """Arguments for `HfArgumentParser` and `TrlParser`: the keywords of `MoQConfig`, and what `MoQTrainer` takes.
 
     Numbers and sections are JSON on a command line: `--bits 4`, `--eigenvalue
-    '{"enabled": true}'`, `--embeddings null`. None: not said. `enabled`, `verbose` and
-    `seed` are for the config that `moq_config` names.
+    '{"enabled": true}'`, `--embeddings null`. What is not said is None, or `Unsaid`
+    where null is a value. `enabled`, `verbose` and `seed` are for the config that
+    `moq_config` names.
 
     Attributes:
         moq_config: A preset, or the path of a JSON file; the keywords go before it.
@@ -89,8 +104,11 @@ class MoQArguments(_Keywords):  # type: ignore[misc]
         Raises:
             MoQConfigError: The teacher is given twice.
         """
-        said = {name: getattr(self, name) for name in places() if name not in _TAKEN}
-        given = {name: _value(v) for name, v in said.items() if v is not None}
+        given = {
+            option.name: _value(getattr(self, option.name))
+            for option in fields(_Keywords)
+            if getattr(self, option.name) is not option.default
+        }
         section = given.get("distillation", {})
         # What is no section is told by the config.
         if self.teacher is not None and isinstance(section, Mapping):

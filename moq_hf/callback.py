@@ -1,6 +1,5 @@
 """`MoQCallback`: the Trainer's events translated into calls on the `MoQController`."""
 
-import functools
 import logging
 import os
 import sys
@@ -73,57 +72,22 @@ from .training.samples import first_batch, on_training_batch
 
 logger = logging.getLogger(__name__)
 
-# What is printed beside the loss; of all blocks it would be a wall.
+# The console shows these beside the loss; values of single blocks go to reporters.
 _SHOWN = ("moq/bits", "moq/mean_bits", "moq/blend")
 
 
 class _AfterAll(TrainerCallback):
-    """Acts once, in an event that is under way, after all other callbacks."""
+    """Acts once, after all other callbacks, in the first of some events; one that is under way counts."""
 
-    def __init__(self, trainer: Trainer, event: str, act: Callable[[], Any]) -> None:
+    def __init__(self, trainer: Trainer, act: Callable[..., Any], *events: str) -> None:
         self.trainer = trainer
         self.act = act
-        setattr(self, event, self._act)
+        for event in events:
+            setattr(self, event, self._act)
 
     def _act(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.remove_callback(self)
-        self.act()
-
-
-class _AfterLoss(TrainerCallback):
-    """Logs the end of the float phase once its last loss was logged, or at once where that loss is not due."""
-
-    def __init__(self, log: Callable[..., None]) -> None:
-        self._log = log
-
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
-        """As the last callback, find out whether a loss is to come."""
-        if not control.should_log:
-            self._log(args, state, control, **kwargs)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """As the last callback, all others have the loss."""
-        if "loss" in (logs or {}):
-            self._log(args, state, control, **kwargs)
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """It was logged in a way of the Trainer's own."""
-        self._log(*args, **kwargs)
-
-    on_train_end = on_step_begin
+        self.act(*args, **kwargs)
 
 
 class MoQCallback(TrainerCallback, ExportableState):
@@ -187,8 +151,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._host: Any = None
         # The Trainer with which the layers were made, before its first step.
         self._made_for: Any = None
-        # Whether the last step changed a block's bits, or was the first one of a run
-        # that begins quantized.
+        # Set by a step that changed a block's bits, and by the first one of a run that
+        # begins quantized.
         self._has_switched = False
         # The scalars of the last step in float, until the next step.
         self._last_in_float: dict[str, float] | None = None
@@ -204,7 +168,7 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     @property
     def is_handed_batches(self) -> bool:
-        """Whether the Trainer hands its batches to `observe`, with what its loss needs and the model does not see."""
+        """The Trainer hands its batches to `observe` itself, with what its loss needs and the model does not see."""
         return self.trainer is not None and not is_trl(self.trainer)
 
     @property
@@ -223,7 +187,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         return () if self.controller is None else tuple(self.controller.history)
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes into `trainer_state.json`, in JSON types."""
+        """The state that the Trainer writes into `trainer_state.json`, in JSON types."""
         attributes: dict[str, Any] = {"saved": None, "saved_at": None}
         if self.controller is not None:
             attributes = {
@@ -236,7 +200,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             if self.loss is not None:
                 attributes["had_loss"] = True
         elif self._host is not None:
-            # What a run without moq_hf resumed is for the next run with it.
+            # A run that is switched off hands on what it resumed.
             before = callback_states(self._host.state).get(self._name, {})
             attributes = before.get("attributes", attributes)
         return {"args": {"config": self.config.to_dict()}, "attributes": attributes}
@@ -295,8 +259,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             if getattr(self.controller, "model", None) is not inventory.model:
                 self.controller = None
             return
-        # How long the run is will be known when it begins; none of its steps is taken
-        # before.
+        # The length of the run is not known yet. Training makes a controller of that
+        # length, and of the model as it finds it.
         self.controller = MoQController(inventory, self.config, sys.maxsize)
         self._made_for = self._host
         if self.trainer is None and state.is_world_process_zero:
@@ -332,9 +296,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             )
         self.delivered = None
         call_first(self._host, self)
-        # Left by a run that another callback ended by an error.
+        # A run that ended with an error may have left some.
         self._host.remove_callback(_AfterAll)
-        self._host.remove_callback(_AfterLoss)
         model = kwargs["model"]
         if run.saved is None and run.is_over:
             raise MoQError(
@@ -377,14 +340,16 @@ class MoQCallback(TrainerCallback, ExportableState):
             self._train_no_more(args, state)
 
     def _train_no_more(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Take no step in a run that was killed after its last one; evaluate it, if it was killed before that."""
+        """Take no step in a run that was killed after its last one; evaluate it if that is still to be done."""
         train_no_more_than_asked(self._host)
         flow = DefaultFlowCallback()
         after_last_step = flow.on_step_end(args, state, TrainerControl())
         is_due = flow.on_epoch_end(args, state, after_last_step).should_evaluate
         if is_due and last_metrics(state.log_history).get("step") != state.global_step:
-            evaluate = _AfterAll(self._host, "on_train_begin", self._host.evaluate)
-            self._host.add_callback(evaluate)
+            self._after_all(lambda *_, **__: self._host.evaluate(), "on_train_begin")
+
+    def _after_all(self, act: Callable[..., Any], *events: str) -> None:
+        self._host.add_callback(_AfterAll(self._host, act, *events))
 
     def _check_host(self, controller: MoQController, args: TrainingArguments) -> None:
         """Refuse a Trainer whose result could not be delivered, or whose reference was quantized too soon.
@@ -424,7 +389,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller.sensitivity.measure.loss = self.loss or own_loss
 
     def _go_on(self, controller: MoQController, run: Run) -> None:
-        """Bring a new schedule to where the checkpoint's was, and say what is other than before."""
+        """Bring a new schedule to where the checkpoint's was, and say what has changed."""
         assert run.saved is not None
         controller.load_state_dict(run.saved)
         before = run.beside
@@ -450,14 +415,13 @@ class MoQCallback(TrainerCallback, ExportableState):
         # ones.
         steps = run.last - (run.first - schedule.steps)
         check_room(schedule, steps)
-        # What depends on the length, a resumed schedule has of the run that it began
-        # in.
+        # A resumed schedule keeps the length that it was planned for.
         planned = schedule.total_steps if self.config.depends_on_length else None
         config = self.config
         # Steps that were skipped before a run was resumed are no reason to end it.
         if schedule.steps > 0:
             config = replace(config, allow_unreached=True)
-        # A search would say the same in each of its trials.
+        # Each trial of a search would say the same.
         is_told = state.is_hyper_param_search and self.plan is not None
         layers = controller.inventory.scheduled
         self.plan = plan(config, planned or steps, layers=layers)
@@ -508,7 +472,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Advance by one step, with eigenvalues if a drop is due; a step that the gradient scaler skipped is none.
+        """Advance by one step, with eigenvalues if a drop is due, unless the gradient scaler skipped it.
 
         Raises:
             MoQError: A weight holds NaN or Inf, the loss cannot be measured, or the
@@ -575,10 +539,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         """Log a change of precision, in an entry of its own; let a MoQTrainer log the evaluation of its float phase."""
         phase = None if self.trainer is None else self.trainer.float_phase
         if phase is not None and self._last_in_float is not None:
-            # Logging counts as the step's log, which has the loss and is still to come.
+            # Logging resets should_log, and the loss of the step is still to be logged.
             is_due = control.should_log
             phase.log()
-            # With the teacher another loss begins, which needs a mean of its own.
+            # The loss with the teacher is another one, which needs a mean of its own.
             control.should_log = is_due or args.logging_strategy != IntervalStrategy.NO
         controller = self.controller
         if controller is None:
@@ -590,24 +554,35 @@ class MoQCallback(TrainerCallback, ExportableState):
         if self._last_in_float is None:
             self._log_switch(args, state, control, **kwargs)
         else:
-            self._host.add_callback(_AfterLoss(self._log_switch))
+            self._after_all(self._log_switch_after_loss, "on_step_end")
+
+    def _log_switch_after_loss(
+        self, args: Any, state: Any, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Log the end of the float phase once its last loss was logged, or at once where that loss is not due."""
+        if not control.should_log:
+            self._log_switch(args, state, control, **kwargs)
+            return
+        # A Trainer may have a way of its own to log it.
+        events = ("on_log", "on_step_begin", "on_train_end")
+        self._after_all(self._log_switch, *events)
 
     def _log_switch(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
+        logs: Any = None,
         **kwargs: Any,
     ) -> None:
         """Log the bits from here on, of all blocks."""
-        self._host.remove_callback(_AfterLoss)
         self._last_in_float = None
         controller = self.controller
         assert controller is not None
         whole = controller.metrics()
         epoch = {"epoch": state.epoch}
         entry = {**whole, **controller.block_metrics(), **epoch}
-        # Not by `Trainer.log`: with it Trainers end the means of their own metrics.
+        # Not by `Trainer.log`, with which some Trainers reset their own running means.
         state.log_history.append({**entry, "step": state.global_step})
         shown = _shown(whole) | epoch
         for callback in callbacks_of(self._host):
@@ -713,8 +688,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if not controller.has_begun:
             return
         # One of the others may change the weights at the end, as an EMA's does.
-        deliver = functools.partial(self._deliver, controller, args, state)
-        self._host.add_callback(_AfterAll(self._host, "on_train_end", deliver))
+        self._after_all(self._deliver, "on_train_end")
 
     @property
     def _folder(self) -> Path:
@@ -722,9 +696,11 @@ class MoQCallback(TrainerCallback, ExportableState):
         return checkpoint_folder(self._host).parent / "quantized"
 
     def _deliver(
-        self, controller: MoQController, args: TrainingArguments, state: TrainerState
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Write the packed model and the state of the run, and say what has become of it, in one block."""
+        controller = self.controller
+        assert controller is not None
         folder = self._folder
         try:
             self.delivered = write_result(
@@ -783,7 +759,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             )
 
     def answers(self, args: TrainingArguments) -> ReferenceOutputs | None:
-        """What the model answers to a batch of its run, to be held against what is delivered; in every process.
+        """The model's answers to a batch of its run, to compare what is delivered with; called in every process.
 
         Args:
             args: The Trainer's.
@@ -795,7 +771,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if self.controller is None or self._kept is None:
             return None
         model = self.controller.model
-        # Shards answer in all processes, or in none.
+        # A sharded model must answer in every process.
         if not args.should_save and not any(map(is_apart, model.parameters())):
             return None
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
@@ -853,13 +829,11 @@ def write_result(
         MoQError: The files cannot be written, or a weight holds NaN or Inf.
     """
     args = trainer.args
-    state = trainer.state
     tokenizer = getattr(trainer.data_collator, "tokenizer", None)
     options = SaveOptions(
         processing_class=trainer.processing_class or tokenizer,
         controller=None if callback is None else callback.controller,
-        metrics=getattr(trainer, "final_metrics", None)
-        or last_metrics(state.log_history, best_step(args, state)),
+        metrics=metrics_of(trainer),
         float_metrics=getattr(trainer, "float_metrics", None),
         **more,
     )
@@ -870,6 +844,13 @@ def write_result(
         if gathered is not None:
             options = replace(options, state_dict=gathered)
         return deliver(model, folder, options, answers)
+
+
+def metrics_of(trainer: Any) -> Mapping[str, Any]:
+    """The metrics of what a Trainer delivers: `final_metrics` of a `MoQTrainer`, else those of the last evaluation."""
+    state = trainer.state
+    given: Mapping[str, Any] | None = getattr(trainer, "final_metrics", None)
+    return given or last_metrics(state.log_history, best_step(trainer.args, state))
 
 
 def _shown(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from pydantic_core import to_jsonable_python
 
 from . import dialect
 from .config_fields import ActivationConfig, ConfigFields
-from .config_reading import by_section, nearest, parse, places, width_in
+from .config_reading import nearest, parse, places, width_in
+from .dialect import by_section
 from .errors import MoQConfigError, listed
 
 # Configs that come with the package, in its folder `presets`, by their names.
 PRESETS = ("w8", "w4", "w3", "w2", "lm-w4", "moq", "auto", "eigen")
-# What schemes of other libraries are here.
+# Schemes of other libraries, and what to write here.
 _SCHEMES = {
     "w4a16": "w4",
     "w8a16": "w8",
@@ -67,29 +68,17 @@ class MoQConfig(ConfigFields):
 
     def __init__(self, source: Any = None, /, **keywords: Any) -> None:
         # No key, but a copy has it.
-        language = None
+        copied = {}
         if keywords.get("dialect") in dialect.LANGUAGES:
-            language = keywords.pop("dialect")
+            copied["dialect"] = keywords.pop("dialect")
         made: Any = source
-        if isinstance(source, MoQConfig):
-            if keywords:
-                raise MoQConfigError(
-                    f"a MoQConfig and {listed(list(keywords))} beside it: give the keywords to the MoQConfig"
-                )
-        elif source is None:
-            made = parse({}, "MoQConfig", keywords)
-        elif isinstance(source, Mapping):
-            made = parse(source, "MoQ config", keywords)
-        elif isinstance(source, str) and source in PRESETS:
-            path = Path(__file__).with_name("presets") / f"{source}.json"
-            made = parse(read_document(path), f"preset {source}", keywords)
-        elif isinstance(source, (str, os.PathLike)):
-            made = parse(read_document(source), os.fspath(source), keywords)
-        else:
-            _refuse(source)
-        self.__dict__.update(vars(made))
-        if language is not None:
-            self.__dict__["dialect"] = language
+        if not isinstance(source, MoQConfig):
+            made = parse(*_document_of(source), keywords)
+        elif keywords:
+            raise MoQConfigError(
+                f"a MoQConfig and {listed(list(keywords))} beside it: give the keywords to the MoQConfig"
+            )
+        self.__dict__.update(vars(made) | copied)
 
     @classmethod
     def load(
@@ -153,7 +142,7 @@ class MoQConfig(ConfigFields):
         own = {"enabled": True, "start_bits": max(self.targets), "period": "auto"}
         defaults |= own
         also += ("bits",)
-        # Without its switch that section would be on.
+        # A section without its switch would be on.
         if self.activations != ActivationConfig():
             also += ("activations.enabled",)
         return by_section(
@@ -188,6 +177,24 @@ class MoQConfig(ConfigFields):
             else:
                 found |= {f"{name}.{inner}": part for inner, part in value.items()}
         return found
+
+
+def _document_of(source: Any) -> tuple[Any, str]:
+    """The document that a config is made of, and what it is called in errors.
+
+    Raises:
+        MoQConfigError: The source is none of what a config is made of, or cannot be read.
+    """
+    if source is None:
+        return {}, "MoQConfig"
+    if isinstance(source, Mapping):
+        return source, "MoQ config"
+    if isinstance(source, str) and source in PRESETS:
+        path = Path(__file__).with_name("presets") / f"{source}.json"
+        return read_document(path), f"preset {source}"
+    if isinstance(source, (str, os.PathLike)):
+        return read_document(source), os.fspath(source)
+    _refuse(source)
 
 
 def _refuse(source: Any) -> NoReturn:

@@ -47,10 +47,10 @@ from .grid import (
 
 T = TypeVar("T")
 
-# Whole numbers end here: beyond it counting steps would be slow, and printing them
-# fail.
+# The largest integer that a key may have: counting more steps would be slow, and
+# printing them fail.
 LARGEST = 2**63 - 1
-# Other numbers end here: beyond it sums overflow.
+# The bound of other numbers, beyond which sums overflow.
 UNBOUNDED = 1e300
 # The share of the run by which every block is at its target: a late last drop costs
 # accuracy at low bits.
@@ -166,7 +166,7 @@ class EigenvalueConfig:
 
 @checked
 class SensitivityConfig:
-    """What of a block says how much the loss minds its rounding; limits on measuring it are in `eigenvalue`."""
+    """Which measure ranks blocks by how much rounding hurts; limits on measuring are in `eigenvalue`."""
 
     measure: Annotated[
         Measure | None,
@@ -184,7 +184,7 @@ class DistillationConfig:
     teacher: Annotated[
         Text | None,
         key(
-            "folder or Hub id of a float model to learn from, trained on the same task (`MoQTrainer` only)"
+            "folder or Hub id of a float model to learn from, trained on the same task (`MoQTrainer`, `MoQMixin`)"
         ),
     ] = None
     logits: Annotated[Weight, key("weight of the teacher's logits in the loss")] = 1.0
@@ -280,11 +280,11 @@ class BitBudget:
 
 @checked
 class OverrideConfig:
-    """What is other than elsewhere in the layers that a glob names. None: as elsewhere."""
+    """Settings of the layers that a glob names. None: as of all layers."""
 
     bits: Annotated[Bits | None, key("precision at the end")] = None
     start_bits: Annotated[
-        Bits | None, key("precision at the offset; null: as elsewhere, or `bits`")
+        Bits | None, key("precision at the offset; null: as of all layers, or `bits`")
     ] = None
     group_size: Annotated[
         Positive | None, key("that many consecutive weights of a row share a scale")
@@ -506,7 +506,7 @@ class ConfigFields:
     seed: Annotated[
         Count, key("of stochastic rounding and of the eigenvalue start vectors")
     ] = 0
-    # What the document was written in that it was read from.
+    # The language of the document that it was read from.
     dialect: Annotated[
         Literal["keywords", "deepspeed", "quantize_training"], key("", exclude=True)
     ] = field(default="keywords", compare=False)
@@ -637,7 +637,7 @@ class ConfigFields:
 
     @property
     def measure(self) -> Measure:
-        """What the sensitivity of a block is in this run: that of `sensitivity`, or its default."""
+        """The measure of sensitivity in this run: that of `sensitivity`, or the default."""
         return self.sensitivity.measure or (
             "eigenvalue" if self.budget is None else "divergence"
         )
@@ -688,7 +688,7 @@ class ConfigFields:
         return path if self.dialect == "keywords" else word(path)
 
     def conflicts(self, spell: Speller) -> Iterator[str]:
-        """What is wrong with values together: a line on each.
+        """Values that do not go together: a line on each conflict.
 
         Args:
             spell: Gives the name of a key by its path.

@@ -14,14 +14,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from . import dialect
 from .config_fields import LARGEST, ConfigFields, Speller, given_in
-from .dialect import Place
+from .dialect import Place, by_section
 from .errors import MOST_FAULTS, MoQConfigError, show, show_key
 from .grid import FP4, FP4_BITS
 
 logger = logging.getLogger(__name__)
 
-# What a word of other libraries means here (bitsandbytes, GPTQ, AWQ, HQQ, torchao, quanto, llm-compressor, the
-# Trainer): a keyword, or else what to do.
+# Words of other libraries (bitsandbytes, GPTQ, AWQ, HQQ, torchao, quanto, llm-compressor, the Trainer), after the
+# keyword that they mean here, or what to do instead.
 _WORDS = {
     "bits": "num_bits n_bits nbits wbits w_bit w_bits weight_bits bit bit_width bitwidth weights "
     "weight_dtype wdtype precision",
@@ -70,9 +70,9 @@ _WORDS = {
     "processing_class optimizers",
     "it is processing_class of the Trainer": "tokenizer",
     "it is an argument of PEFT's LoraConfig": "lora_r lora_alpha lora_dropout",
+    "it is an argument of MoQTrainer: a callback cannot change the loss": "float_first teacher teacher_init_kwargs",
+    f'it is a section of a document, which comes first: MoQConfig({{"{dialect.SECTION}": ...}})': dialect.SECTION,
 }
-# Keywords that are no config's, and are given to a callback all the same.
-_OF_TRAINER = ("float_first", "teacher", "teacher_init_kwargs")
 # Two ways to say which weights share a scale.
 _GROUPS = ("groups", "group_size")
 
@@ -86,16 +86,13 @@ def parse(
         MoQConfigError: Lists everything that is wrong with them.
     """
     faults: list[str] = []
-    block, ignored = dialect.block_of(document, places(), where, faults)
-    language = "keywords"
-    if block is not document:
-        language = dialect.SECTION
-    elif dialect.is_spoken(block or keywords, places()):
-        language = "deepspeed"
-    said = _Said(language, faults)
-    said.read(block)
-    given = _Said("keywords" if block else language, faults)
-    given.read(keywords)
+    both = places(), places_in_dialect()
+    block, ignored = dialect.block_of(document, *both, where, faults)
+    language = dialect.SECTION
+    if block is document:
+        language = dialect.language_of(block or keywords, *both)
+    said = _Said(block, language, faults)
+    given = _Said(keywords, dialect.language_of(keywords, *both), faults)
     values = _with_defaults(said.values, given.values, language)
     named: set[str] = set()
 
@@ -110,8 +107,8 @@ def parse(
         wrong = _value_faults(error, values, spell)
         others = {path: value for path, value in values.items() if path not in wrong}
         config = _read(others, language)
-    # A value that is not legal by itself is in no conflict, nor is the target that was
-    # probably meant by a key that is none.
+    # An illegal value takes part in no conflict, nor do bits that an unknown key was
+    # probably meant for.
     settled = set(wrong)
     if faults or "format" in wrong:
         settled |= {"bits"} - values.keys()
@@ -145,7 +142,7 @@ def _with_defaults(
     # A keyword of the two goes before either of the document's.
     if any(given.get(name) is not None for name in _GROUPS):
         values = {n: v for n, v in values.items() if n not in _GROUPS or n in given}
-    # What is not a format at all is an error later.
+    # An unknown format is an error later.
     fp4 = FP4.get(str(values.get("format")))
     if fp4 is not None:
         values = {"bits": FP4_BITS, "group_size": fp4.group_size} | values
@@ -169,42 +166,32 @@ def _read(values: Mapping[str, Any], language: str) -> ConfigFields:
 
 
 class _Said:
-    """What a document, or keywords, say.
+    """The keys and values of a document, or of keywords, and of the sections in it.
 
     Attributes:
         values: The value of each key by its path.
         words: What the key is called there.
     """
 
-    def __init__(self, language: str, faults: list[str]) -> None:
+    def __init__(
+        self, block: Mapping[str, Any], language: str, faults: list[str]
+    ) -> None:
         self._in_keywords = language == "keywords"
-        # Its own section has the dialect's words alone.
-        self._places = dialect.places(places()) | (
-            {} if language == dialect.SECTION else places()
-        )
+        both = places(), places_in_dialect()
+        self._places, self._others = both if self._in_keywords else both[::-1]
         self._faults = faults
         self.values: dict[str, Any] = {}
         self.words: dict[str, str] = {}
-
-    def spell(self, path: str) -> str:
-        """What a key is, or would be, called there."""
-        other = path if self._in_keywords else dialect.word(path)
-        return self.words.get(path, other)
-
-    def read(self, block: Mapping[str, Any]) -> None:
-        """Take the keys of a block, and of the sections in it."""
         names: dict[str, str] = {}
         for name, value in block.items():
             place = self._places.get(name)
             if not isinstance(name, str):
-                self._faults.append(f"{show(name)}: keys must be text")
-            elif name in _OF_TRAINER:
-                self._faults.append(
-                    f"{name} is an argument of MoQTrainer: a callback cannot change the loss"
-                )
+                faults.append(f"{show(name)}: keys must be text")
+            elif place is None and name in self._others:
+                faults.append(f"{name}: {self._instead_of(self._others[name])}")
             elif place is None:
                 if name != "$schema":
-                    self._is_unknown(name, "", self._legal())
+                    self._is_unknown(name, "", [*self._places, dialect.SECTION])
             elif isinstance(place, str):
                 self._take(place, name, value)
             else:
@@ -213,6 +200,21 @@ class _Said:
                     self._read_section(name, place, value)
                 else:
                     self._are_twins(first, name)
+
+    def spell(self, path: str) -> str:
+        """The name that a key has, or would have, there."""
+        other = path if self._in_keywords else dialect.word(path)
+        return self.words.get(path, other)
+
+    def _instead_of(self, place: Place) -> str:
+        """Say what to write instead of a word of the other language; what is left out means something else in each."""
+        what = "a keyword among DeepSpeed's words"
+        if self._in_keywords:
+            what = "a word of DeepSpeed's among keywords"
+        if isinstance(place, str):
+            return f"{what}; write {self.spell(place)}"
+        heads = [self.spell(path).partition(".")[0] for path in place.values()]
+        return f"{what}; write {', '.join(dict.fromkeys(heads))}"
 
     def _read_section(self, name: str, keys: Mapping[str, str], value: Any) -> None:
         if is_dataclass(value):
@@ -231,17 +233,13 @@ class _Said:
 
     def _take(self, path: str, name: str, value: Any) -> None:
         first = self.words.setdefault(path, name)
-        # Within the dialect a key may be said twice.
-        if first != name and (path in (first, name) or value != self.values[path]):
+        # The dialect has two words for some keys.
+        if first != name and value != self.values[path]:
             self._are_twins(first, name)
         self.values[path] = given_in(value) if is_dataclass(value) else value
 
     def _are_twins(self, first: str, second: str) -> None:
         self._faults.append(f"{first} and {second} mean the same, give one")
-
-    def _legal(self) -> list[str]:
-        own = places() if self._in_keywords else dialect.places(places())
-        return [*own, dialect.SECTION]
 
     def _is_unknown(self, name: str, section: str, here: Sequence[str]) -> None:
         # Which key was meant takes time to find, and is not shown after so many others.
@@ -284,24 +282,13 @@ def key_schemas() -> dict[str, dict[str, Any]]:
 @functools.cache
 def places() -> dict[str, Place]:
     """The keywords: each with its path, and sections with the paths of their keys."""
-    found: dict[str, Any] = {}
-    for path in key_schemas():
-        head, _, name = path.partition(".")
-        if name:
-            found.setdefault(head, {})[name] = path
-        else:
-            found[head] = path
-    return found
+    return by_section({path: path for path in key_schemas()})
 
 
-def by_section(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Put values whose keys have a dot into sections."""
-    found: dict[str, Any] = {}
-    for path, value in flat.items():
-        head, _, name = path.rpartition(".")
-        place = found.setdefault(head, {}) if head else found
-        place[name] = value
-    return found
+@functools.cache
+def places_in_dialect() -> dict[str, Place]:
+    """The same of DeepSpeed's words."""
+    return dialect.places(key_schemas())
 
 
 # ---- what is wrong, in words
@@ -383,7 +370,7 @@ def _hint(value: Any, schema: Mapping[str, Any]) -> str:
         return f" (write {share:g})"
     if "integer" in types and type(value) is int and value > LARGEST:
         return " and below 2**63"
-    # Of a list, its first item that is no word was misspelt.
+    # In a list, the first item that is no legal word was misspelt.
     word = value
     if isinstance(value, (list, tuple)):
         word = next((item for item in value if item not in words), None)
@@ -444,7 +431,7 @@ def _meant(name: str, section: str, here: Sequence[str], spell: Speller) -> str:
     meant = None if section and word in ours else _words_of_others().get(word)
     if meant is None:
         near = nearest(word, here, 0.75)
-        # A letter too many is a slip, even where another section has the word as it is.
+        # A letter too many is a slip, even if another section has just that word.
         if near and (word not in ours or nearest(word, here, 0.9)):
             return f", did you mean {section}{near}?"
         meant = ours.get(nearest(word, ours, 0.8) or "")
@@ -452,7 +439,7 @@ def _meant(name: str, section: str, here: Sequence[str], spell: Speller) -> str:
         return f"; legal here are {', '.join(here)}"
     if " " in meant:
         return f"; {meant}"
-    # Overrides have a key by its short name.
+    # In overrides a key goes by its short name.
     return f", did you mean {section + meant if meant in here else spell(meant)}?"
 
 
@@ -463,7 +450,7 @@ def _paths() -> dict[str, str]:
     for spell in (dialect.word, str):
         for path in [*reversed(key_schemas()), *places()]:
             found[spell(path).rpartition(".")[2]] = path
-    # They stand in several places and point nowhere.
+    # These occur in several sections, and so point to none.
     for common in ("enabled", "verbose"):
         del found[common]
     return found

@@ -4,12 +4,12 @@ Paths are dotted: a key, or a section and its key. The config's own words are th
 keywords (`bits`, `eigenvalue.tol`); here the same have other names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .errors import MoQConfigError, show
 
-# What a keyword, or a section, is called where it has another name.
+# Keywords and sections that DeepSpeed calls otherwise.
 WORDS = {
     "verbose": "quantize_verbose",
     "kernel": "quantizer_kernel",
@@ -37,9 +37,9 @@ WORDS = {
 }
 # Where the keys stand in a DeepSpeed config.
 SECTION = "quantize_training"
-# What a config may have been written in.
+# The languages that a config may have been written in.
 LANGUAGES = ("keywords", "deepspeed", SECTION)
-# They tell a DeepSpeed config from a misspelled one of moq_hf.
+# Keys by which a DeepSpeed config is told from a misspelled one of moq_hf.
 DEEPSPEED_KEYS = {
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -53,8 +53,8 @@ DEEPSPEED_KEYS = {
     "gradient_clipping",
     "compression_training",
 }
-# What a document in these words means by keys that it leaves out, and what DeepSpeed
-# does in its own section.
+# Defaults of keys that a document in these words leaves out, and more of them in
+# DeepSpeed's own section.
 DEFAULTS: dict[str, Any] = {"embeddings": None}
 DEEPSPEED_DEFAULTS: dict[str, Any] = {
     "start_bits": 16,
@@ -70,7 +70,7 @@ Place = str | dict[str, str]
 
 
 def word(path: str) -> str:
-    """What the dialect calls a key.
+    """A key in the words of the dialect.
 
     >>> word("bits"), word("blend.enabled"), word("eigenvalue.tol")
     ('quantize_bits.target_bits', 'fp16_mixed_quantize.enabled', 'eigenvalue.tol')
@@ -79,39 +79,53 @@ def word(path: str) -> str:
     return f"{WORDS.get(head, head)}{dot}{inner}"
 
 
-def places(keywords: Mapping[str, Place]) -> dict[str, Place]:
-    """Where keys stand in a document of the dialect.
+def by_section(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Put values whose keys have a dot into sections."""
+    found: dict[str, Any] = {}
+    for path, value in flat.items():
+        head, _, name = path.rpartition(".")
+        place = found.setdefault(head, {}) if head else found
+        place[name] = value
+    return found
 
-    Args:
-        keywords: Where they stand among keywords.
 
-    >>> places({"bits": "bits", "seed": "seed"})
+def places(paths: Iterable[str]) -> dict[str, Place]:
+    """Where the keys of these paths stand in a document of the dialect.
+
+    >>> places(["bits", "seed"])
     {'quantize_bits': {'target_bits': 'bits'}, 'seed': 'seed'}
     """
-    found: dict[str, Any] = {}
-    for name, place in keywords.items():
-        head, _, inner = word(name).partition(".")
-        if inner:
-            found.setdefault(head, {})[inner] = place
-        else:
-            found[head] = place
+    found = by_section({word(path): path for path in paths})
     # Other spellings of the tutorial's.
     if "quantize_algo" in found:
         found |= {"quantize-algo": found["quantize_algo"], "quantize_type": "q_type"}
     return found
 
 
-def is_spoken(block: Mapping[str, Any], keywords: Mapping[str, Place]) -> bool:
-    """Whether a block has words of the dialect, and no keywords that it does not know."""
-    theirs = places(keywords)
-    own = keywords.keys() - theirs.keys()
-    return own.isdisjoint(block) and not block.keys().isdisjoint(
-        theirs.keys() - keywords.keys()
-    )
+def language_of(
+    block: Mapping[str, Any], own: Mapping[str, Place], theirs: Mapping[str, Place]
+) -> str:
+    """The language of a block, "keywords" or "deepspeed", told by its first name that only one of them has.
+
+    Args:
+        block: Keys with their values.
+        own: Where keywords stand.
+        theirs: Where words of the dialect do.
+
+    >>> language_of({"seed": 1, "quantize_heads": True}, {"heads": "heads"}, {"quantize_heads": "heads"})
+    'deepspeed'
+    """
+    telling = theirs.keys() ^ own.keys()
+    first = next((name for name in block if name in telling), None)
+    return "deepspeed" if first in theirs else "keywords"
 
 
 def block_of(
-    document: Any, keywords: Mapping[str, Place], where: str, faults: list[str]
+    document: Any,
+    own: Mapping[str, Place],
+    theirs: Mapping[str, Place],
+    where: str,
+    faults: list[str],
 ) -> tuple[Mapping[str, Any], list[Any]]:
     """Find moq_hf's keys in a document, and the sections around them; `faults` takes what is wrong.
 
@@ -122,8 +136,7 @@ def block_of(
         raise MoQConfigError(
             f"{where}: must be an object of keys, got {show(document)}"
         )
-    theirs = places(keywords)
-    own = keywords.keys() - theirs.keys()
+    alone = own.keys() - theirs.keys()
     if SECTION in document:
         block = document[SECTION]
         if not isinstance(block, Mapping):
@@ -134,14 +147,14 @@ def block_of(
         for name in document:
             if name in theirs:
                 faults.append(f"{name}: belongs in {SECTION}")
-            elif name in own:
+            elif name in alone:
                 faults.append(
                     f"{name}: keywords do not go beside {SECTION}; write {word(name)} in it, or keywords alone"
                 )
             elif name not in (SECTION, "$schema"):
                 ignored.append(name)
         return block, ignored
-    if not DEEPSPEED_KEYS.isdisjoint(document) and own.isdisjoint(document):
+    if not DEEPSPEED_KEYS.isdisjoint(document) and alone.isdisjoint(document):
         other = ""
         if "compression_training" in document:
             other = " (compression_training is another method)"

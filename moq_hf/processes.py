@@ -1,4 +1,4 @@
-"""What several training processes need: whole tensors from their shards, and the certainty that all ranks agree."""
+"""Training in several processes: whole tensors from their shards, and the check that all ranks agree."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

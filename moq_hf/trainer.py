@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer
 
-from .callback import MoQCallback, write_result
+from .callback import MoQCallback, metrics_of, write_result
 from .config import MoQConfig
 from .config_fields import DistillationConfig
 from .config_reading import places
@@ -38,14 +38,13 @@ from .seams.transformers import (
     metrics_apart,
     prepared_inputs,
     save_training_args,
+    saves_checkpoint,
 )
 from .training.checkpoints import (
     STATE_FILE,
-    best_step,
     check_whole,
     entry_of_moq,
     last_checkpoint,
-    last_metrics,
 )
 from .training.distillation import (
     TASK,
@@ -97,7 +96,7 @@ class MoQMixin(_Beside):
             `MoQConfig`; without it, and without keywords of a `MoQConfig`, that with
             which the model was loaded; else the model stays as it is.
         teacher: A float model for distillation, instead of `distillation.teacher` in
-            the config.
+            the config, which may name a quantized one: its weights are read as floats.
         teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`:
             `token`, `cache_dir`, `revision`, ...
         float_first: Train in float for that share of the steps, above 0 and below 1;
@@ -106,7 +105,7 @@ class MoQMixin(_Beside):
             schedule of `moq_config` in the rest of the steps, with the learning rate's
             schedule and the optimizer's state begun anew. Neither phase has
             dropout, unless `distillation.dropout` is true. The config's
-            `schedule_offset` is not read.
+            `offset` is not read.
         **kwargs: What the Trainer takes, and keywords of `MoQConfig`, which go before
             what `moq_config` says.
 
@@ -129,7 +128,7 @@ class MoQMixin(_Beside):
     >>> class MoQSeq2SeqTrainer(MoQMixin, Seq2SeqTrainer): ...
     """
 
-    # What a user has subclassed, for messages.
+    # How messages name the class that wires MoQ in.
     _wired_by = "MoQMixin"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -173,6 +172,12 @@ class MoQMixin(_Beside):
         if moq_config is not None or keywords:
             config = MoQConfig.load(moq_config, **keywords)
         if share is not None:
+            given = kwargs.get("model", next(iter(args), None))
+            if config is None and isinstance(given, nn.Module) and config_of(given):
+                raise MoQError(
+                    "float_first: the model was loaded with a MoQConfig, so it is quantized from the first step on: "
+                    "load it without quantization_config, and give that to the trainer as moq_config"
+                )
             if config is None or not config.enabled or teacher is not None:
                 raise MoQError(
                     "float_first needs a moq_config that is enabled, no MoQCallback beside it, and no other teacher: "
@@ -181,15 +186,14 @@ class MoQMixin(_Beside):
             config = after_float(config, share)
         if config is not None:
             callbacks.append(MoQCallback(config))
-        # Of two the callback itself says that they are too many.
+        # With two callbacks, on_init_end raises.
         self.moq = next((c for c in callbacks if isinstance(c, MoQCallback)), None)
         self.final_metrics: Mapping[str, Any] | None = None
         self.float_metrics: Mapping[str, Any] | None = None
         self.teacher_fingerprint: int | None = None
         self._loss_checked = self._loss_called = self._rates_restart = False
         self._teacher_ignored = False
-        self._saving_checkpoint = False
-        # What was switched off in the student, to be switched on again.
+        # Dropout that is switched off in the student: module, attribute, share.
         self._dropped: list[tuple[nn.Module, str, float]] = []
         # Sums over micro-batches since the last log, and how many there were.
         self._parts: dict[str, Any] = Counter()
@@ -200,7 +204,7 @@ class MoQMixin(_Beside):
         if loaded is not None:
             self.moq = MoQCallback(loaded)
             self.add_callback(self.moq)
-        # How this Trainer has it without a teacher.
+        # The Trainer's own setting, for a phase without a teacher.
         self._scaled_for_ga = getattr(self, "loss_is_scaled_for_ga", None)
         if share is not None and config is not None:
             self.float_phase = FloatPhase(self, share, self._student)
@@ -262,7 +266,7 @@ class MoQMixin(_Beside):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """One micro-batch; before the first one without a teacher, find out how the loss is scaled."""
-        # With a teacher it is a mean, and tells nothing about the loss without one.
+        # With a teacher the loss is a mean, which tells nothing about the one without.
         if not self._loss_checked and self._teacher is None:
             self._loss_checked = True
             self._check_loss_scale(model, inputs, num_items_in_batch)
@@ -287,14 +291,12 @@ class MoQMixin(_Beside):
     def _find_teacher(
         self, given: PreTrainedModel | None, init_kwargs: Mapping[str, Any] | None
     ) -> PreTrainedModel | None:
-        config = DistillationConfig()
-        if self.moq is not None and self.moq.config.enabled:
-            config = self.moq.config.distillation
-        elif given is not None:
+        config = self._distillation
+        source = given or config.teacher
+        if given is not None and (self.moq is None or not self.moq.config.enabled):
             raise MoQError(
                 "a teacher is for quantized training: give a moq_config that is enabled"
             )
-        source = given or config.teacher
         if init_kwargs and not isinstance(source, str):
             raise MoQError(
                 "teacher_init_kwargs are for the teacher that distillation.teacher names; there is none"
@@ -305,6 +307,13 @@ class MoQMixin(_Beside):
         return load_teacher(
             source, self._student, config, self.args.device, init_kwargs
         )
+
+    @property
+    def _distillation(self) -> DistillationConfig:
+        """What the config says of a teacher."""
+        if self.moq is None or not self.moq.config.enabled:
+            return DistillationConfig()
+        return self.moq.config.distillation
 
     @property
     def _student(self) -> Any:
@@ -367,7 +376,7 @@ class MoQMixin(_Beside):
         """
         phase = self.float_phase
         self._parts.clear()
-        # After running out of memory in the second phase a run may begin again.
+        # auto_find_batch_size may begin a run anew in its second phase.
         self._restore_dropout()
         if phase is None:
             self._begin_following("with a teacher,")
@@ -411,15 +420,14 @@ class MoQMixin(_Beside):
         """If there is a teacher by now, say what the loss is made of, and switch off dropout."""
         if self._teacher is None:
             return
-        config = cast(MoQCallback, self.moq).config.distillation
-        loss = loss_in_words(config)
+        loss = loss_in_words(self._distillation)
         if self._teacher_ignored:
             loss = "that of compute_loss alone"
         self._tell(f"{text} the loss is {loss}{self._switch_off_dropout()}")
 
     def _switch_off_dropout(self) -> str:
         """Switch it off unless the config keeps it; returns what a message adds about that if the model has any."""
-        if not cast(MoQCallback, self.moq).config.distillation.dropout:
+        if not self._distillation.dropout:
             self._dropped += switch_off_dropout(self._student)
         return "; dropout is off" if self._dropped else ""
 
@@ -434,9 +442,8 @@ class MoQMixin(_Beside):
 
     def _take(self, phase: FloatPhase | None) -> None:
         """Take the metrics and the teacher of a float phase that is over; None: it is to come."""
-        config = cast(MoQCallback, self.moq).config
         self.float_metrics = None if phase is None else phase.metrics
-        self._follow(None if phase is None else phase.teacher(config))
+        self._follow(None if phase is None else phase.teacher(self._distillation))
 
     def mean_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """The scalar mean loss over one batch by itself, by `compute_loss`; sensitivity is measured on it."""
@@ -448,7 +455,7 @@ class MoQMixin(_Beside):
             )
 
     def _count_of(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        """What a `compute_loss_func` must divide by for the mean over one batch; None where the model has the loss."""
+        """What a `compute_loss_func` divides by for the mean over one batch; None without such a function."""
         labels = inputs.get("labels")
         if self.compute_loss_func is None or not isinstance(labels, Tensor):
             return None
@@ -478,11 +485,11 @@ class MoQMixin(_Beside):
         is_trial = phase is not None and self.state.global_step == 0
         teacher = self._teacher
         is_followed = teacher is not None or is_trial
-        if self.moq is None or not model.training or not is_followed:
+        if not model.training or not is_followed:
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch
             )
-        config = self.moq.config.distillation
+        config = self._distillation
         student = self._student
         count = num_items_in_batch if teacher is None else self._count_of(inputs)
         compute = super().compute_loss
@@ -490,7 +497,7 @@ class MoQMixin(_Beside):
         found: Any = None
         with passes_of(model, student, config) as passes:
             if is_stock and teacher is not None and not config.labels:
-                # There may be none, nor a loss in the model's output.
+                # The batch may have no labels, and the output no loss.
                 model(**inputs)
             else:
                 # The Trainer takes the labels out where it computes the loss itself.
@@ -500,7 +507,7 @@ class MoQMixin(_Beside):
                 f"distillation: compute_loss of {type(self).__name__} does not call the model that it is given in "
                 "training, so there is nothing for the teacher to answer"
             )
-        # A trial may draw no random numbers, which the float phase would miss.
+        # A trial must not consume random numbers of the float phase.
         with contextlib.nullcontext() if teacher is not None else repeatable():
             passes = with_logits(passes, model, student, config)
         loss = found[0] if return_outputs and found else found
@@ -514,9 +521,9 @@ class MoQMixin(_Beside):
             loss = sum(weighted(parts, config).values())
             if self.compute_loss_func is not None and not KNOWS_SCALE:
                 loss = loss / self.current_gradient_accumulation_steps
-            # Under DataParallel the task's own has a value for each device.
+            # Under DataParallel the task's loss has a value for each device.
             values = torch.stack([part.detach().mean() for part in parts.values()])
-            # Here and not for the log, which a Trainer may leave to one process.
+            # Not in the log, which a Trainer may leave to one process.
             means = self.accelerator.reduce(values, reduction="mean")
             self._parts.update({**dict(zip(parts, means, strict=True)), "count": 1})
         if not return_outputs:
@@ -527,28 +534,26 @@ class MoQMixin(_Beside):
         self, student: Pass, batch: Mapping[str, Any], is_stock: bool
     ) -> dict[str, Tensor]:
         """The parts of the loss that compare a pass of the student with the teacher's; before there is one, a trial."""
-        config = cast(MoQCallback, self.moq).config.distillation
+        config = self._distillation
         teacher = self._teacher
         # A Trainer that computes the loss itself keeps the labels to itself.
         kept = {name: batch[name] for name in ("labels",) if name in batch}
         given = {**kept, **student.inputs}
         theirs, relations = student.output, student.relations
         if teacher is not None:
-            # As the student, around whose forward pass Accelerate has put it.
+            # As Accelerate wraps the student's forward pass.
             with (
                 torch.no_grad(),
                 self.accelerator.autocast(),
                 queries_keys_values(teacher, config.relations) as relations,
             ):
                 theirs = teacher(**(given if is_stock else student.inputs))
-        # With labels a forward pass finds out what it is, if the config did not say it.
+        # A forward pass with labels sets it where the config does not say it.
         problem = getattr((teacher or self._student).config, "problem_type", None)
         given["labels"] = labels_at_logits(self._student, given.get("labels"))
         both = (student.relations, relations)
         with torch.set_grad_enabled(teacher is not None):
-            return loss_parts(
-                None, student.output, theirs, given, config, problem, both
-            )
+            return loss_parts(student.output, theirs, given, config, problem, both)
 
     def _check_loss_scale(
         self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
@@ -595,15 +600,11 @@ class MoQMixin(_Beside):
             )
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        self._saving_checkpoint = True
         # Written last, it says that a checkpoint is whole: not of an earlier run's files
         # under this one's.
         if self.args.should_save:
             (checkpoint_folder(self) / STATE_FILE).unlink(missing_ok=True)
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._saving_checkpoint = False
+        super()._save_checkpoint(model, trial)
 
     def save_model(
         self, output_dir: str | None = None, _internal_call: bool = False
@@ -617,7 +618,7 @@ class MoQMixin(_Beside):
         if not self._delivers() or not any(map(is_apart, model.parameters())):
             super().save_model(output_dir, _internal_call)
             return
-        # The stock one gathers the whole model first; or, by its settings, saves
+        # The stock method gathers the whole model first or, by its settings, saves
         # nothing that loads.
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
@@ -626,7 +627,7 @@ class MoQMixin(_Beside):
             )
 
     def _delivers(self) -> bool:
-        return not self._saving_checkpoint and is_quantized(cast(nn.Module, self.model))
+        return is_quantized(cast(nn.Module, self.model)) and not saves_checkpoint()
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
@@ -665,10 +666,8 @@ class MoQMixin(_Beside):
             super().create_model_card(*args, **kwargs)
         if not self.is_world_process_zero():
             return
-        best = best_step(self.args, self.state)
-        metrics = self.final_metrics or last_metrics(self.state.log_history, best)
         for folder in folders:
-            record_metrics(folder, metrics, self.float_metrics)
+            record_metrics(folder, metrics_of(self), self.float_metrics)
             write_run_card(folder, self, *args, **kwargs)
 
     def _live_moq(self) -> MoQCallback | None:
@@ -698,10 +697,7 @@ class MoQTrainer(MoQMixin, Trainer):
     >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
     >>> data = [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4, 5, 6], "labels": 1}]
-    >>> config = {
-    ...     "quantize_bits": {"start_bits": 6, "target_bits": 4},
-    ...     "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0},
-    ... }
+    >>> config = {"bits": 4, "start_bits": 6, "period": 1}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     args = TrainingArguments(folder, max_steps=3, use_cpu=True, report_to=[])
     ...     trainer = MoQTrainer(model, args, train_dataset=data, moq_config=config)

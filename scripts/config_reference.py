@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moq_hf import dialect
-from moq_hf.config_reading import key_schemas, legal, places, schema_of_fields
+from moq_hf.config_reading import key_schemas, legal, places, places_in_dialect, schema_of_fields
 from moq_hf.text import markdown_table
 
 # Beside the files that name it, in the wheel and here.
@@ -33,8 +33,8 @@ def key_table() -> str:
     return markdown_table([["key", "legal", "default", "meaning", "DeepSpeed"], *rows])
 
 
-def _block(names: Mapping[str, dialect.Place], twice: list[dict[str, Any]]) -> dict[str, Any]:
-    """The schema of an object of keys, and of sections of keys; `twice` has what must not be there together."""
+def _block(names: Mapping[str, dialect.Place]) -> dict[str, Any]:
+    """The schema of an object of keys, and of sections of keys."""
     properties: dict[str, Any] = {"$schema": {"description": "path of the JSON Schema, for editors; ignored"}}
     for name, place in names.items():
         if isinstance(place, str):
@@ -42,7 +42,7 @@ def _block(names: Mapping[str, dialect.Place], twice: list[dict[str, Any]]) -> d
         else:
             keys = {inner: {"$ref": f"#/$defs/key.{path}"} for inner, path in place.items()}
             properties[name] = {"type": "object", "properties": keys, "additionalProperties": False}
-    return {"type": "object", "properties": properties, "additionalProperties": False, "not": {"anyOf": twice}}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def json_schema() -> dict[str, Any]:
@@ -51,15 +51,9 @@ def json_schema() -> dict[str, Any]:
     >>> json_schema()["$defs"]["key.group_size"]["default"] is None
     True
     """
-    theirs = dialect.places(places())
-    twice: list[dict[str, Any]] = [{"required": ["quantize_algo", "quantize-algo"]}]
-    section = _block(theirs, [*twice])
-    for name in places():
-        head, _, inner = dialect.word(name).partition(".")
-        if head != name:
-            both = {head: {"required": [inner]}} if inner else {}
-            twice.append({"required": [name, head], "properties": both})
-    flat = _block({**places(), **theirs}, twice)
+    theirs = places_in_dialect()
+    section = _block(theirs) | {"not": {"required": ["quantize_algo", "quantize-algo"]}}
+    flat = _block(places())
     flat["properties"]["activations"] = {
         "anyOf": [flat["properties"]["activations"], {"type": "boolean"}, {"$ref": "#/$defs/key.activations.bits"}],
         "description": "the section, its `bits`, or whether it is on",
@@ -74,7 +68,11 @@ def json_schema() -> dict[str, Any]:
             "properties": {dialect.SECTION: {"$ref": "#/$defs/section"}},
             "propertyNames": {"not": {"enum": sorted({*places(), *theirs})}},
         },
-        "else": {"$ref": "#/$defs/flat"},
+        "else": {
+            "if": {"propertyNames": {"enum": ["$schema", *theirs]}},
+            "then": {"$ref": "#/$defs/section"},
+            "else": {"$ref": "#/$defs/flat"},
+        },
         "$defs": {
             **schema_of_fields()["$defs"],
             **{f"key.{path}": schema for path, schema in key_schemas().items()},

@@ -92,6 +92,19 @@ def test_a_mapping_is_parsed_too() -> None:
     assert found.config() == MoQConfig(**written)
 
 
+@pytest.mark.parametrize("parser", ["transformers", "trl"])
+def test_null_in_yaml_is_a_value(parser: str, tmp_path: Path) -> None:
+    path = tmp_path / "moq.yaml"
+    path.write_text("moq_config: lm-w4\ngroup_size: null\nembeddings: null\nbits: null\n")
+    if parser == "trl":
+        trl = pytest.importorskip("trl")
+        (found,) = trl.TrlParser(MoQArguments).parse_args_and_config(["--config", str(path)])
+    else:
+        (found,) = HfArgumentParser(MoQArguments).parse_yaml_file(path)  # type: ignore[arg-type]
+    expected = MoQConfig("lm-w4", group_size=None, embeddings=None)
+    assert found.config() == dataclasses.replace(found, heads=None).config() == expected
+
+
 # TRL's own default.
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated")
 def test_yaml_of_trl(tmp_path: Path) -> None:

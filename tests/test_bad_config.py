@@ -41,9 +41,6 @@ CASES: list[tuple[str, Any, list[str]]] = [
     # Not JSON, or not the JSON of a config.
     ("empty file", "", ["bad.json is not JSON", "line 1, column 1"]),
     ("missing brace", '{"quantize_groups": 8,\n "seed": 1', ["is not JSON", "line 2, column 11"]),
-    ("trailing comma", '{\n  "quantize_groups": 8,\n}', ["is not JSON", "line 3, column 1"]),
-    ("single quotes", "{'seed': 1}", ["is not JSON", "double quotes", "line 1, column 2"]),
-    ("Python's True", '{"enabled": True}', ["is not JSON", "line 1, column 13"]),
     ("duplicate key", '{"seed": 1, "seed": 2}', ["bad.json", "key given twice: seed"]),
     (
         "duplicate key further in",
@@ -55,10 +52,8 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ("too deep", "[" * 100_000, ["bad.json"]),
     ("endless number", '{"seed": ' + "9" * 5000 + "}", ["bad.json", "4300 digits"]),
     ("list at the top", "[1, 2]", ["bad.json: must be an object of keys, got [1, 2]"]),
-    ("not a mapping", ["quantize_bits"], ['must be an object of keys, got ["quantize_bits"]']),
     ("nothing", None, ["must be an object of keys, got null"]),
     # DeepSpeed's documents.
-    ("list for the block", {"quantize_training": []}, ["quantize_training must be an object of keys, got []"]),
     (
         "DeepSpeed config without the block",
         {"fp16": {"enabled": True}, "train_batch_size": 32},
@@ -101,9 +96,19 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ("switch where there is none", schedule(enabled=True), ["quantize_schedule.enabled: unknown key; legal here are"]),
     ("number for a key", {8: 8} | BITS, ["8: keys must be text"]),
     # Keywords in a document.
-    ("two words for one key", {"bits": 4} | BITS, ["bits and quantize_bits.target_bits mean the same, give one"]),
-    ("two words for an equal section", {"bits": 4, "blend": {}, "fp16_mixed_quantize": {}}, ["blend and fp16_mixed_"]),
-    ("a second word for the type", {"bits": 4, "q_type": "symmetric", "quantize_type": "symmetric"}, ["q_type and "]),
+    (
+        "two words for one key",
+        {"bits": 4} | BITS,
+        ["quantize_bits: a word of DeepSpeed's among keywords; write bits, start_bits"],
+    ),
+    ("two words for an equal section", {"bits": 4, "blend": {}, "fp16_mixed_quantize": {}}, ["keywords; write blend"]),
+    (
+        "a second word for the type",
+        {"bits": 4, "q_type": "symmetric", "quantize_type": "symmetric"},
+        ["write q_type"],
+    ),
+    ("a keyword among DeepSpeed's words", with_bits(group_size=32), ["words; write quantize_group_size"]),
+    ("a section among DeepSpeed's words", with_bits(activations=8), ["words; write activation_quantization"]),
     (
         "a keyword beside the block",
         {"quantize_training": BITS, "bits": 4},
@@ -112,20 +117,12 @@ CASES: list[tuple[str, Any, list[str]]] = [
     (
         "a keyword in the block",
         {"quantize_training": {"bits": 4}},
-        ["bits: unknown key, did you mean quantize_bits.ta"],
+        ["bits: a keyword among DeepSpeed's words; write quantize_bits.target_bits"],
     ),
     ("a wrong keyword", {"bits": 17}, [": bits: 17 is not legal", "from 1 to 16"]),
     ("keywords that conflict", {"bits": 4, "groups": 8, "group_size": 32}, [": groups 8 and group_size 32 exclude"]),
-    ("a misspelt keyword", {"bits": 4, "grop_size": 32}, ["grop_size: unknown key, did you mean group_size?"]),
-    (
-        "a key of the Trainer's beside keywords",
-        {"bits": 4, "fp16": True},
-        ["fp16: unknown key; it is an argument of T"],
-    ),
     # Types.
-    ("number for a section", {"quantize_bits": 8}, ["quantize_bits: 8 is not an object of keys"]),
     ("text for bits", bits("12", 8), ['quantize_bits.start_bits: "12" is not legal', "a whole number from 1 to 16"]),
-    ("null for bits", bits(12, None), ["quantize_bits.target_bits: null is not legal", "a whole number from 1 to 16"]),
     ("bool for bits", bits(12, True), ["quantize_bits.target_bits: true is not legal", "a whole number"]),
     ("float for bits", bits(12, 8.0), ["quantize_bits.target_bits: 8.0 is not legal", "whole number", "(write 8)"]),
     ("no budget", bits(8, {}), ["quantize_bits.target_bits: mean null and file_mb null: give one of them"]),
@@ -142,7 +139,6 @@ CASES: list[tuple[str, Any, list[str]]] = [
         ["target_bits.choices: [3] must be two numbers of bits or more"],
     ),
     ("choices not in order", bits(8, {"mean": 3, "choices": [4, 2]}), ["target_bits.choices: [4, 2]", "ascending"]),
-    ("a choice of 9 bits", bits(8, {"mean": 3, "choices": [2, 9]}), ["[2, 9]} is not legal"]),
     (
         "1 bit asymmetric among the choices",
         {**bits(8, {"mean": 3, "choices": [1, 8]}), "quantize_type": "asymmetric"},
@@ -153,41 +149,21 @@ CASES: list[tuple[str, Any, list[str]]] = [
         bits(8, 4) | {"sensitivity": {"measure": "divergence"}},
         ['sensitivity.measure: nothing asks for "divergence"', "eigenvalue.enabled", "a budget"],
     ),
-    (
-        "no such measure",
-        bits(8, 4) | {"sensitivity": {"measure": "eigenvalu"}},
-        ["sensitivity.measure", 'mean "eigenvalue"?'],
-    ),
     *(
         (f"the measure {gone}", bits(8, 4) | {"sensitivity": {"measure": gone}}, ['gone, use "divergence"'])
         for gone in ("trace", "loss")
     ),
-    ("number for a switch", with_bits(enabled=1), ["enabled: 1 is not legal; it must be true or false"]),
-    ("text for the kernel", with_bits(quantizer_kernel="triton"), ['"triton"', "true or false, or null"]),
-    ("bool for groups", with_bits(quantize_groups=True), ["quantize_groups: true", 'from 1, or "per_channel"']),
-    ("float for groups", with_bits(quantize_groups=8.0), ["quantize_groups: 8.0", "(write 8)"]),
-    ("float for a period", schedule(quantize_period=1e2), ["quantize_schedule.quantize_period: 100.0", "(write 100)"]),
     ("bool for a number", eigenvalue(tol=True), ["eigenvalue.tol: true is not legal", "a number above 0"]),
-    (
-        "text for a list of names",
-        with_bits(modules_to_not_convert="classifier"),
-        ['modules_to_not_convert: "classifier"', "a list of names or globs"],
-    ),
-    ("empty name", with_bits(modules_to_not_convert=[""]), ['modules_to_not_convert: [""]', "a list of names"]),
     ("empty path", eigenvalue(layer_name=""), ['eigenvalue.layer_name: ""', "text, or null"]),
     ("object for a value", with_bits(seed={"a": 1}), ['seed: {"a": 1} is not legal', "a whole number from 0"]),
     ("no JSON type", with_bits(seed={1, 2}), ["seed: set is not legal"]),
-    ("very long value", with_bits(quantize_type="x" * 500), ["quantize_type: ", "..."]),
-    ("number beyond printing", with_bits(seed=10**5000), ["seed: int is not legal"]),
     # Ranges.
     ("0 bits", bits(12, 0), ["quantize_bits.target_bits: 0 is not legal", "from 1 to 16"]),
-    ("17 bits", bits(17, 8), ["quantize_bits.start_bits: 17 is not legal", "from 1 to 16"]),
     (
         "start below target",
         bits(4, 8),
         ["target_bits 8 is above quantize_bits.start_bits 4", "start_bits must be 8 or more"],
     ),
-    ("target 16", bits(16, 16), ["quantize_bits.target_bits: 16 would quantize nothing", "8, 4, 3 or 2"]),
     ("no target", {"quantize_bits": {"start_bits": 16}}, ["16 would quantize nothing (it is the default)"]),
     ("a list that names nothing", with_bits(modules_to_not_convert=[]), ["[] names nothing", "quantize_heads is true"]),
     (
@@ -195,8 +171,6 @@ CASES: list[tuple[str, Any, list[str]]] = [
         {"quantize_bits": {"start_bits": 12}},
         ["target_bits 16 is above quantize_bits.start_bits 12"],
     ),
-    ("no groups", with_bits(quantize_groups=0), ["quantize_groups: 0", 'a whole number from 1, or "per_channel"']),
-    ("group size 0", with_bits(quantize_group_size=0), ["quantize_group_size: 0", "from 1, or null"]),
     ("period 0", schedule(quantize_period=0), ["quantize_schedule.quantize_period: 0", 'from 1, or "auto"']),
     ("negative offset", schedule(schedule_offset=-1), ["quantize_schedule.schedule_offset: -1", "from 0"]),
     (
@@ -205,12 +179,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
         ["deadline: 0.25 of the run is not after quantize_schedule.schedule_offset 0.25, from which on bits fall"],
     ),
     ("deadline after the end", schedule(deadline=1.5), ["quantize_schedule.deadline: 1.5", "above 0 up to 1, or null"]),
-    ("refresh never", algo(scale_refresh=0), ["quantize_algo.scale_refresh: 0", "a whole number from 1"]),
-    ("no iterations", eigenvalue(max_iter=0), ["eigenvalue.max_iter: 0", "from 1"]),
-    ("negative layer count", eigenvalue(layer_num=-1), ["eigenvalue.layer_num: -1", "from 0, or null"]),
     ("negative stability", eigenvalue(stability=-1e-6), ["eigenvalue.stability: -1e-06", "a number from 0"]),
-    ("number that overflows", '{"eigenvalue": {"tol": 1e999}}', ["eigenvalue.tol: Infinity is not legal"]),
-    ("more than all the time", eigenvalue(max_overhead=2), ["eigenvalue.max_overhead: 2", "above 0 up to 1"]),
     (
         "ratio 0",
         with_bits(fp16_mixed_quantize={"quantize_change_ratio": 0}),
@@ -224,10 +193,6 @@ CASES: list[tuple[str, Any, list[str]]] = [
     ),
     # Words.
     ("misspelt word", with_bits(quantize_type="symetric"), ['"symetric"', 'did you mean "symmetric"?']),
-    ("unknown scale", algo(scale="minmax"), ['quantize_algo.scale: "minmax"', '"auto" or "absmax" or "mse"']),
-    ("misspelt method", eigenvalue(method="lancsoz"), ['"lancsoz"', 'did you mean "lanczos"?']),
-    ("hyphen for an underscore", with_bits(quantize_groups="per-channel"), ['"per-channel"', '"per_channel"']),
-    ("word for groups", with_bits(quantize_groups="per_row"), ['"per_row"', 'a whole number from 1, or "per_channel"']),
     # Keys that do not go together.
     (
         "two types",
@@ -249,15 +214,12 @@ CASES: list[tuple[str, Any, list[str]]] = [
         bits(4, 2) | {"quantize_algo": {"rounding": "stochastic", "range": "narrow"}},
         ["quantize_algo.rounding", "2 bits symmetric", "nearest, or quantize_bits.target_bits to 3 or more"],
     ),
-    ("stochastic binary", bits(4, 1) | {"quantize_algo": {"rounding": "stochastic"}}, ["1 bits symmetric"]),
     ("asymmetric binary", bits(4, 1) | {"quantize_type": "asymmetric"}, ["1 bit is symmetric only", "or 2 bits"]),
     (
         "asymmetric full range",
         bits(4, 3) | {"quantize_type": "asymmetric", "quantize_algo": {"range": "full"}},
         ["quantize_algo.range: full is of symmetric grids", "set it to narrow, or quantize_type to symmetric"],
     ),
-    ("a range between", algo(range="wide"), ['quantize_algo.range: "wide"', '"auto" or "narrow" or "full"']),
-    ("half", algo(scale_dtype="half"), ['quantize_algo.scale_dtype: "half"', '"float32" or "bfloat16" or "float16"']),
     # Layers that differ.
     ("no object of globs", with_bits(overrides=[8]), ["overrides: [8] is not legal; it must be an object of globs"]),
     (
@@ -399,10 +361,10 @@ def test_huge_keys_and_values_are_cut_short() -> None:
 
 # A JSON Schema sees neither text, nor the type of 8.0, nor two values together.
 ONLY_OURS = {
-    *("duplicate key", "duplicate key further in", "float for bits", "float for groups", "float for a period"),
-    *("empty block", "off, with wrong bits", "start below target", "start below the default target", "target 16"),
-    *("no target", "two types", "groups and a group size", "a second word for the type", "keywords that conflict"),
-    *("stochastic ternary", "stochastic binary", "asymmetric binary", "asymmetric full range"),
+    *("duplicate key", "duplicate key further in", "float for bits"),
+    *("empty block", "off, with wrong bits", "start below target", "start below the default target"),
+    *("no target", "two types", "groups and a group size", "keywords that conflict"),
+    *("stochastic ternary", "asymmetric binary", "asymmetric full range"),
     *("no mean of these", "choices not in order", "1 bit asymmetric among the choices"),
     *("a measure that nothing asks for", "a list that names nothing", "an override that says nothing"),
     *("an override above its start", "a deadline, its default, that is no later than the offset"),
@@ -456,11 +418,16 @@ def moq(**arguments: Any) -> Any:
         (moq(start_bits=4, bits=8), ["MoQConfig: ", "bits 8 is above start_bits 4"]),
         (moq(bits=8.0), ["bits: 8.0 is not legal", "a whole number from 1 to 16", "(write 8)"]),
         (moq(q_type="sym"), ['q_type: "sym" is not legal; it must be "symmetric" or "asymmetric"']),
-        (moq(quantize_schedule=100), ["quantize_schedule: 100 is not an object of keys"]),
+        (lambda: MoQConfig(quantize_schedule=1), ["quantize_schedule: 1 is not an object of keys"]),  # type: ignore[call-arg]
+        (
+            lambda: MoQConfig("w4", quantize_training=BITS),  # type: ignore[call-arg]
+            ["quantize_training: unknown key; it is a section of a document, which comes first: MoQConfig({"],
+        ),
         (moq(eigenvalue={"max_iter": 0}), ["eigenvalue.max_iter: 0 is not legal"]),
         (moq(period=0, offset=-1), ["2 things are wrong", "period: 0 is", "offset: -1 is"]),
         (moq(period="auot"), ['period: "auot" is not legal', 'did you mean "auto"?']),
         (moq(target_bits=4), ["target_bits: unknown key, did you mean bits?"]),
+        (moq(weather=1), ["MoQConfig: weather: unknown key; legal here are enabled, "]),
         (lambda: MoQConfig(num_bits=4), ["MoQConfig: num_bits: unknown key, did you mean bits?"]),  # type: ignore[call-arg]
         (lambda: MoQConfig.load("w4", target_bits=3), ["preset w4: target_bits: unknown key, did you mean bits?"]),
         (lambda: MoQConfig.load({"quantize_bits": 4}), ["MoQ config: quantize_bits: 4 is not an object of keys"]),
@@ -475,15 +442,15 @@ def moq(**arguments: Any) -> Any:
         (lambda: MoQConfig("w4", bits=17), ["preset w4: bits: 17 is not legal"]),
         (moq(ignore=["x"]), ["ignore: unknown key, did you mean modules_to_not_convert?"]),
         (moq(sym=True), ['sym: unknown key; write q_type="asymmetric", or "symmetric"']),
-        (moq(float_first=True), ["float_first is an argument of MoQTrainer: a callback cannot change the loss"]),
+        (
+            moq(float_first=True),
+            ["float_first: unknown key; it is an argument of MoQTrainer: a callback cannot change the loss"],
+        ),
         (moq(bits="4"), ['bits: "4" is not legal', "(write 4)"]),
         (moq(serve="vllm"), ['(write ["vllm"])']),
         (moq(modules_to_not_convert="pooler"), ['modules_to_not_convert: "pooler"', '(write ["pooler"])']),
         (moq(modules_to_not_convert=[]), ["modules_to_not_convert: [] names nothing; ", " unless heads is true"]),
-        (
-            moq(quantize_bits={"target_bits": 4}),
-            ["MoQConfig: bits and quantize_bits.target_bits mean the same, give one"],
-        ),
+        (moq(quantize_bits={"target_bits": 4}), ["quantize_bits: a word of DeepSpeed's among keywords; write bits, "]),
         (moq(activations=9), ["activations.bits: 9 is not legal", "from 2 to 8"]),
         (moq(activations="8"), ['activations: "8" is not an object of keys, a number of bits, true or false']),
         (moq(seed=True, kernel="triton"), ["2 things are wrong", "seed: true", 'kernel: "triton"']),
@@ -497,11 +464,6 @@ def test_the_constructors_check_too(make: Any, fragments: list[str]) -> None:
     with pytest.raises(MoQConfigError) as caught:
         make()
     check(caught.value, fragments)
-
-
-def test_no_such_argument() -> None:
-    with pytest.raises(MoQConfigError, match="MoQConfig: weather: unknown key; legal here are enabled, "):
-        MoQConfig(bits=8, weather="red")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

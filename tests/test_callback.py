@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from model_zoo import new_model as zoo_model
+from model_zoo import rows_of
 from tiny_runs import (
     ARRIVAL,
     BLEND,
@@ -270,3 +272,26 @@ def test_the_loss_is_found_in_any_output_that_has_one() -> None:
     for output in without:
         with pytest.raises(MoQError, match="the model's output has no loss"):
             model_loss(Gives(output), {})
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", ["GPT-2", "Llama"])
+def test_a_run_tells_full_size_once_and_unpacks_for_lora_without_a_word(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    peft = pytest.importorskip("peft")
+    is_gpt = family == "GPT-2"
+    targets = ["c_attn"] if is_gpt else ["q_proj"]
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, fan_in_fan_out=is_gpt)
+    callback = MoQCallback("w4")
+    hf.Trainer(
+        peft.get_peft_model(zoo_model(family, "causal LM"), lora),
+        arguments(tmp_path, max_steps=1),
+        train_dataset=rows_of("causal LM"),
+        callbacks=[callback],
+    ).train()
+    warned = [text for text in caplog.messages if text.startswith("moq_hf: ")]
+    assert ["at full size" in text for text in warned] == [True] * is_gpt, warned
+    assert callback.delivered is not None and callback.delivered.proof.agrees
+    state = json.loads((tmp_path / "quantized" / "moq_state.json").read_text())
+    assert state["layout"] == ("floats" if is_gpt else "unpacked")

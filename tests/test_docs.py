@@ -426,7 +426,8 @@ def prepared(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
         rows, _ = dialogues()
         tokenizer = new_tokenizer([message["content"] for row in rows for message in row["messages"]])
-        return {"model": new_model(tokenizer), "tokenizer": tokenizer, "dialogues": Dataset.from_list(rows)}
+        made = {name: new_model(tokenizer) for name in ("model", "float_model")}
+        return {**made, "tokenizer": tokenizer, "dialogues": Dataset.from_list(rows)}
     if page.name == "embeddings.md":
         pytest.importorskip("sentence_transformers")
         warnings.simplefilter("ignore")

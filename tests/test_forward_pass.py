@@ -412,7 +412,7 @@ def test_tables_quantize_the_rows_that_are_looked_up(monkeypatch: pytest.MonkeyP
         quantizer, "rounded", lambda weight, *a, **k: rounded.append(len(weight)) or real(weight, *a, **k)
     )
     model: Any = nn.Sequential(nn.Embedding(50, 8, padding_idx=3), nn.Linear(8, 2))
-    quantize_model(model, {**FIXED, "embeddings": 4, "quantize_heads": True})
+    quantize_model(model, {**FIXED, "embeddings": 4, "heads": True})
     table = model[0]
     whole = quantizer.fake_quantize(table.float_weight.detach(), 4, table.moq.grid)
     for ids in (torch.tensor([[1, 3], [1, 49]]), torch.arange(50), torch.tensor([], dtype=torch.long)):

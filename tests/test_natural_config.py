@@ -73,8 +73,6 @@ def test_presets_with_keywords_on_top() -> None:
     assert MoQConfig.load("moq", group_size=None).grouping == RowBlocks(8)
     with pytest.raises(MoQConfigError, match="preset w4: groups 8 and group_size 32 exclude"):
         MoQConfig.load("w4", groups=8, group_size=32)
-    with pytest.raises(MoQConfigError, match="a MoQConfig and bits beside it"):
-        MoQConfig.load(MoQConfig(bits=4), bits=3)
 
 
 def test_a_config_is_made_of_whatever_load_takes(tmp_path: Path) -> None:
@@ -129,12 +127,11 @@ def test_a_mapping_and_a_file_have_keywords_too(tmp_path: Path) -> None:
         == MoQCallback(written).config
         == config
     )
-    # Both languages in one document, each key in one.
-    mixed = {"start_bits": 8, "quantize_bits": {"target_bits": 4}, "quantize_group_size": 16}
-    assert MoQConfig.from_dict(mixed) == MoQConfig(bits=4, start_bits=8, group_size=16)
     # Keywords beside a document go before what it says, in either language.
-    for document in ({"bits": 4, "q_type": "symmetric"}, {"bits": 4, "quantize_type": "symmetric"}):
+    theirs = {"quantize_bits": {"target_bits": 4}, "quantize_type": "symmetric", "quantize_embeddings": "auto"}
+    for document in ({"bits": 4, "q_type": "symmetric"}, theirs):
         assert MoQConfig.load(document, bits=3, q_type="asymmetric") == MoQConfig(bits=3, q_type="asymmetric")
+        assert MoQConfig.load(document, quantize_type="asymmetric") == MoQConfig(bits=4, q_type="asymmetric")
     assert MoQConfig.load({"bits": 4, "group_size": 16}, groups=8).grouping == RowBlocks(8)
 
 
@@ -148,10 +145,6 @@ def test_the_trainer_takes_keywords(tmp_path: Path) -> None:
     assert trainer.moq is not None and trainer.moq.config == MoQConfig.load("w4", bits=3)
     assert made(bits=2, float_first=True).float_phase is not None
     assert made().moq is None
-    with pytest.raises(MoQConfigError, match="a MoQConfig and bits beside it"):
-        made(moq_config=MoQConfig(bits=4), bits=3)
-    with pytest.raises(MoQConfigError, match=r"such as MoQConfig\(bits=4\); got int"):
-        made(moq_config=4)
     # The Trainer's own error would not say what was meant.
     with pytest.raises(MoQConfigError, match=r"MoQConfig: bit: unknown key, did you mean bits\?"):
         made(bit=4)
@@ -248,19 +241,10 @@ def test_what_is_switched_off_is_shown_and_not_migrated() -> None:
 
 @pytest.mark.parametrize("steps", [80, 345])
 def test_deepspeed_s_tutorial_on_a_short_run_names_migrate(steps: int) -> None:
-    tutorial = {
-        "quantize_training": {
-            "enabled": True,
-            "quantize_verbose": True,
-            "quantizer_kernel": True,
-            "quantize-algo": {"q_type": "symmetric"},
-            "quantize_bits": {"start_bits": 16, "target_bits": 8},
-            "quantize_schedule": {"quantize_period": 400, "schedule_offset": 100 if steps < 100 else 0},
-            "quantize_groups": 8,
-        }
-    }
+    schedule = {"quantize_period": 400, "schedule_offset": 100 if steps < 100 else 0}
+    tutorial = {"quantize_bits": {"start_bits": 16, "target_bits": 8}, "quantize_schedule": schedule}
     with pytest.raises(MoQError, match=f"moq-hf migrate FILE --max_steps {steps}"):
-        plan(tutorial, steps)
+        plan({"quantize_training": tutorial}, steps)
 
 
 @pytest.mark.parametrize("steps", [20, 60, 345, 9822])

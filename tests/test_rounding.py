@@ -13,7 +13,7 @@ from transformers import BatchEncoding
 from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model
 from moq_hf.model.convert import quant_layers
 
-STATIC = {"activation_quantization": {"enabled": True}}
+STATIC = {"activations": True}
 Batch = dict[str, Tensor]
 
 
@@ -134,7 +134,7 @@ def test_gptq_without_a_linear_layer_is_an_error() -> None:
     model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.Conv1d(8, 8, 3))
     inputs = {"input": torch.ones(2, 4, 9)}
     with pytest.raises(MoQError, match=r"gptq: it rounds linear layers .*, and there is none"):
-        quantize_model(model, bits=4, quantize_convolutions=True, gptq=2, inputs=inputs)
+        quantize_model(model, bits=4, convolutions=True, gptq=2, inputs=inputs)
     assert not quant_layers(model)
 
 

@@ -211,7 +211,7 @@ def test_the_teacher_s_part_is_that_of_the_labels(tmp_path: Path) -> None:
         assert (labels == -100).float().mean() > 0.3
         student = sft(tmp_path, moq_config="w8").model.train()
         outputs = [model(**batch, output_hidden_states=True) for model in (student, teacher)]
-        expected = loss_parts(None, *outputs, {**batch, "labels": labels}, DistillationConfig())
+        expected = loss_parts(*outputs, {**batch, "labels": labels}, DistillationConfig())
         for name, part in expected.items():
             assert losses(trainer, f"moq/loss_{name}")[0] == pytest.approx(part.item(), rel=1e-4), (name, smoothing)
 

@@ -37,6 +37,8 @@ from ..quant_linear import QuantEmbedding, QuantLayer, quant_class
 from ..quantizer import RoundingSeed
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import (
+    at_state_dict,
+    callers,
     has_adapter,
     mixed_precision,
     remove_forward_hooks,
@@ -86,6 +88,7 @@ def dequantize_model(
     if is_packed(model):
         unpack(pretrained(model), trains=not adapted_layers(model))
         return given
+    _tell_of_saves_around(model, False)
     layers = quantized_layers(model)
     if weights == "quantized":
         check_finite(layers, gather=True)
@@ -179,6 +182,7 @@ def prepare_model(
         make_quantized(module, states)
     merge_adapters(inventory.model, inventory.merged)
     quantized: Any = quantized_layers(inventory.model)
+    _tell_of_saves_around(inventory.model, bool(quantized))
     for layer in quantized.values():
         layer.invalidate()
     _tell_of_saves(inventory.model, bool(quantized))
@@ -515,3 +519,28 @@ def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
     if not_called:
         key = first.moq.config.spell("activations")
         raise MoQError(inputs_out_of_reach(not_called, key))
+
+
+def _tell_of_saves_around(model: nn.Module, tells: bool) -> None:
+    """Have a model say what is saved of it inside another one, as no part of it does any more, or not."""
+    for module in model.modules():
+        at_state_dict(module, _tell_of_save_around, tells and module is model)
+
+
+def _tell_of_save_around(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Say that a model around this one, which was quantized by itself, saves its float weights."""
+    savers = [owner for name, owner in callers() if name == "save_pretrained"]
+    # A quantized model says it itself, and PEFT saves its adapters alone.
+    is_told = any(
+        "save_pretrained" in vars(owner) or without_peft(owner) is not owner
+        for owner in savers
+    )
+    if not prefix or not savers or is_told or saves_checkpoint():
+        return
+    if is_quantized(module):
+        logger.warning(
+            "moq_hf: save_pretrained of %s wrote the float weights of %s, which answers otherwise in memory, where it "
+            "is quantized: quantize the whole model, and save_quantized(model, folder) writes it",
+            type(savers[0]).__name__,
+            prefix.removesuffix("."),
+        )

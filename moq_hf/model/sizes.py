@@ -261,7 +261,7 @@ class ModelSizes:
                 ways.append('set "lora": "merged"')
         elif is_fp4:
             what = "codes that are floats are delivered packed"
-            ways.append('set quantize_format to "int"')
+            ways.append(f'set {config.spell("format")} to "int"')
         else:
             gaps = sorted(filter(has_gaps, widths))
             what = f"codes of {either(gaps)} bits are delivered packed"

@@ -336,9 +336,16 @@ class _Saving:
                 if proof.agrees is not False:
                     break
             self._tell_not_saved()
-            _warn(self.target, encoder, proof, reason)
+            _warn(self.target, encoder, proof, reason, self._told())
             self._write_card(saved)
         return saved
+
+    def _told(self) -> str:
+        """What a run has said at its start of layers at full size."""
+        controller = self.options.controller
+        if controller is None:
+            return ""
+        return controller.sizes.at_full_size(controller.config) or ""
 
     def delivered(self, saved: Verification) -> Delivered:
         """What to say of what was saved."""
@@ -416,7 +423,7 @@ class _Saving:
         with alone_at(self.target):
             saved = self._write(encoder, reason)
         self._tell_not_saved()
-        _warn(self.target, encoder, None, reason)
+        _warn(self.target, encoder, None, reason, self._told())
         self._write_card(saved)
         return saved
 
@@ -596,7 +603,14 @@ class _Saving:
         is_cast &= len(encoder.model_dtypes) == 1
         is_cast &= len(encoder.widths) == 1 or "float64" in encoder.dtypes
         has_one_width = ModelSizes(self.whole, self.quantized).has_one_width
-        if served or is_cast or has_one_width:
+        # PEFT's LoRA wants the weights of layers as soon as it is given the model.
+        path = self.whole.name_of(self.model)
+        adapted = {
+            name.removeprefix(f"{path}.").removesuffix(".lora_A")
+            for name in self.whole.adapters
+        }
+        has_lora = not self.is_merged and not adapted.isdisjoint(encoder.packed)
+        if served or is_cast or has_one_width or has_lora:
             tried = ["unpacked", "packed", "floats"]
         fails = {
             "packed": unpacks or takes_apart(self.model, encoder.packed),
@@ -877,16 +891,21 @@ def _warn_of_float_inputs(saving: _Saving) -> None:
 
 
 def _warn(
-    target: Path, encoder: Encoder, proof: Proof | None, reason: str | None
+    target: Path,
+    encoder: Encoder,
+    proof: Proof | None,
+    reason: str | None,
+    told: str,
 ) -> None:
-    """Say what of the model is not packed, and whether it does not compute what was evaluated."""
+    """Say what of the model is not packed, where `told` does not say it, and what does not compute the same."""
     reasons: dict[str, list[str]] = {}
     for name, layer in encoder.stored.items():
         if not has_codes(layer.stored):
             reasons.setdefault(encoder.why_in_float(name), []).append(name)
     # One reason is enough: a folder of floats has its own.
-    if reasons and (reason is None or encoder.layout != "floats"):
-        logger.warning("moq_hf: %s", at_full_size(reasons, len(encoder.stored)))
+    text = at_full_size(reasons, len(encoder.stored)) if reasons else ""
+    if text not in told and (reason is None or encoder.layout != "floats"):
+        logger.warning("moq_hf: %s", text)
     if proof is None and encoder.dtypes - {encoder.dtype, "float32"}:
         logger.warning(
             "moq_hf: %s loads in %s, and the weights are %s in memory: cast the loaded model after its first call, or "

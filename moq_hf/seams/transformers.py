@@ -1229,3 +1229,18 @@ def lora_fault(wrapper: Any) -> str | None:
         if variant and name not in wrapper.lora_magnitude_vector:
             return f"{type(variant).__name__} is neither plain LoRA nor DoRA"
     return None
+
+
+def at_state_dict(
+    module: nn.Module, tell: Callable[[nn.Module, str, bool], None], wanted: bool
+) -> None:
+    """Have a function called, or not any more, whenever a module's tensors are asked for: a pre-hook of `state_dict`.
+
+    Relies on: `_state_dict_pre_hooks`, which copies and pickles of a module have too.
+    Breaks: A model around a part that was quantized by itself would say twice, or not at all, that it saves floats.
+    """
+    hooks = module._state_dict_pre_hooks
+    for number in [number for number, hook in hooks.items() if hook is tell]:
+        del hooks[number]
+    if wanted:
+        cast(Any, module).register_state_dict_pre_hook(tell)

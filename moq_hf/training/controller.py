@@ -81,7 +81,7 @@ class MoQController:
         self.config = config
         self.inventory = inventory
         self.model = inventory.model
-        # What stands before the names of blocks in a wrapper, and says nothing in a chart.
+        # The wrapper's prefix of block names, which charts leave out.
         self._wrapper = f"{inventory.name_of(pretrained(self.model))}."
         configs = {name: config.of(name) for name in inventory.scheduled}
         free = [name for name, own in configs.items() if own.budget is not None]
@@ -369,7 +369,7 @@ class MoQController:
                 if any(k.startswith(("eigenvalue.", "sensitivity.")) for k in changed):
                     measured["rows"] = 0
                 self.sensitivity.load_state_dict(measured)
-        # Outside, since a lack of memory is no damage.
+        # Not inside, since a lack of memory is no damage.
         self.refresh()
         return changed
 

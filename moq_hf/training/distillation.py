@@ -17,6 +17,7 @@ attention scores; those do not exist with fused attention.
 import contextlib
 import copy
 import inspect
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,6 +42,8 @@ from .embeddings import (
     similarity_loss,
 )
 from .samples import by_name, names_of_inputs
+
+logger = logging.getLogger(__name__)
 
 _STATES = {
     "hidden_states": "attention_mask",
@@ -107,6 +110,10 @@ def load_teacher(
             )
         if is_packed(teacher):
             teacher = dequantize_model(teacher)
+            logger.warning(
+                "moq_hf: the teacher %s was quantized: its weights are floats on a grid",
+                source,
+            )
     elif not isinstance(source, PreTrainedModel):
         raise MoQError(
             f"distillation: the teacher must be a transformers model, got {type(source).__name__}"
@@ -121,7 +128,7 @@ def load_teacher(
         raise MoQError(
             f"distillation: the labels are {ours} in the model and {theirs} in the teacher"
         )
-    # As the Trainer has it of the student: keys and values of batches are not needed.
+    # As the Trainer sets it for the student: nothing is generated.
     teacher.config.use_cache = False
     teacher.requires_grad_(False).train(False)
     return cast(PreTrainedModel, teacher.to(device))
@@ -149,7 +156,7 @@ def _check_teacher(
     config: DistillationConfig,
     common: Sequence[str],
 ) -> None:
-    """Check that a teacher has parameters of its own, and in common with the model what is compared.
+    """Check that a teacher is another model, in float, and has in common with the model what is compared.
 
     Raises:
         MoQError: It does not.
@@ -164,6 +171,11 @@ def _check_teacher(
         raise MoQError(
             f"distillation: the teacher shares parameters with the model in training ({', '.join(both)}): give a copy, "
             "made before"
+        )
+    if is_quantized(teacher) or is_packed(teacher):
+        raise MoQError(
+            "distillation: the teacher is quantized: give a float model, or call moq_hf.dequantize_model(teacher) "
+            "first, to follow what it computes now"
         )
     hints = dict.fromkeys(common, "")
     for part, names in _COMMON_IN.items():
@@ -198,7 +210,7 @@ class MoQDistillation(nn.Module):
     Raises:
         MoQConfigError: A weight is none, all of them are 0, or `dropout` is no bool.
         MoQError: There is no teacher, and the model is quantized already; or the teacher
-            has another vocabulary, or does not fit what is compared.
+            is quantized, has another vocabulary, or does not fit what is compared.
 
     >>> loss = MoQDistillation(nn.Linear(4, 2), embedding=2.0)
     >>> loss.teacher is loss.model, loss.config.embedding, loss.config.similarity
@@ -219,7 +231,7 @@ class MoQDistillation(nn.Module):
             )
         weights = weights or {"similarity": 1.0, "embedding": 1.0}
         given = {**dict.fromkeys(PARTS, 0.0), **weights, "dropout": dropout}
-        # The bits are of no account: a config is checked as a whole.
+        # A config is checked as a whole, so it needs some bits.
         config = {"bits": 8, "distillation": given}
         self.config = MoQConfig.from_dict(config).distillation
         if teacher is not None:
@@ -243,7 +255,7 @@ class MoQDistillation(nn.Module):
             with torch.no_grad():
                 teacher, theirs = self._outputs(self.teacher, features)
             parts = loss_parts(
-                None, student, teacher, features, self.config, None, (ours, theirs)
+                student, teacher, features, self.config, None, (ours, theirs)
             )
             for name, part in weighted(parts, self.config).items():
                 total[name] += part / len(columns)
@@ -252,7 +264,7 @@ class MoQDistillation(nn.Module):
     def _outputs(
         self, model: nn.Module, features: Mapping[str, Any]
     ) -> tuple[Any, list[Tensor]]:
-        """What a model makes of its features, and queries, keys and values."""
+        """A model's output for its features, and its queries, keys and values."""
         parts = (m for m in model.modules() if isinstance(m, PreTrainedModel))
         settings: Any = next(parts).config
         before = settings.output_hidden_states
@@ -374,7 +386,6 @@ def fingerprint(teacher: nn.Module) -> int:
 
 
 def loss_parts(
-    task_loss: Tensor | None,
     student: Any,
     teacher: Any,
     inputs: Mapping[str, Any],
@@ -382,10 +393,9 @@ def loss_parts(
     problem: str | None = None,
     relations: Sequence[Sequence[Tensor]] = ((), ()),
 ) -> dict[str, Tensor]:
-    """The parts of the loss described in the module's docstring, before their weights.
+    """The parts of the loss that compare two outputs, as in the module's docstring, before their weights.
 
     Args:
-        task_loss: The student's own loss, a scalar; None if `config.labels` is 0.
         student: Output of the student, with hidden states if `config.hidden` is not 0.
         teacher: Output of the teacher for the same `inputs`.
         inputs: The batch of both: `attention_mask` is read, and `labels`, as `labels_at_logits`
@@ -396,7 +406,7 @@ def loss_parts(
             `config.relations` is not 0.
 
     Returns:
-        Scalars, float32: `task` and the names of the other weights; those of weight 0 are left out.
+        Scalars, float32, by the names of the weights but `labels`; those of weight 0 are left out.
 
     Raises:
         MoQError: The outputs have no names, no logits, or no hidden states.
@@ -407,8 +417,6 @@ def loss_parts(
                 f"distillation: the model's output has no names (return_dict), it is {type(output).__name__}"
             )
     parts = {}
-    if task_loss is not None and config.labels:
-        parts[TASK] = task_loss.float()
     if config.logits:
         ours = logits_in(student)
         theirs = logits_in(teacher)

@@ -1,4 +1,4 @@
-"""What embeddings have to teach: how texts compare, where they lie, and what the last layer attends to.
+"""Losses on embeddings: how texts compare, where they lie, and what the last layer attends to.
 
 They need no labels.
 """
@@ -151,7 +151,7 @@ def _attention(model: nn.Module) -> tuple[list[nn.Module], int]:
 
 
 def _tokens(states: Tensor, mask: Any) -> Tensor:
-    """Which positions of `[texts, tokens, size]` count, of bool."""
+    """A mask of bool, `[texts, tokens]`: the positions of states that count."""
     return (
         torch.ones_like(states[..., 0], dtype=torch.bool)
         if mask is None

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from ..config import MoQConfig
+from ..config_fields import DistillationConfig
 from ..errors import MoQError, explained, one_line, read_json
 from ..seams.transformers import callbacks_of, checkpoint_folder, metrics_apart
 from ..text import metrics_in
@@ -45,7 +46,7 @@ def share_of(float_first: bool | float | None) -> float | None:
 
 
 def after_float(config: MoQConfig, share: float) -> MoQConfig:
-    """The same schedule for the rest of a run: it begins after `share` of the run, and its deadline is of the rest.
+    """The same schedule for the rest of a run: it begins after `share` of the run, its deadline rescaled.
 
     Raises:
         MoQError: The config names a teacher.
@@ -172,16 +173,14 @@ class FloatPhase:
             ) from error
         self.metrics = metrics or None
 
-    def teacher(self, config: MoQConfig) -> PreTrainedModel:
+    def teacher(self, config: DistillationConfig) -> PreTrainedModel:
         """Load the saved float model as the teacher of the model in training.
 
         Raises:
             MoQError: It cannot be loaded.
         """
         student = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return load_teacher(
-            str(self.folder), student, config.distillation, self.trainer.args.device
-        )
+        return load_teacher(str(self.folder), student, config, self.trainer.args.device)
 
     def log(self) -> None:
         """Log the evaluation at the end of the phase."""
@@ -241,6 +240,6 @@ def _evaluated(trainer: Trainer) -> dict[str, float]:
     finally:
         callbacks[:] = held
         trainer.state.log_history = history
-        # By the mode TRL knows whether a log is of training.
+        # TRL tells a log of training by the model's mode.
         cast(Any, trainer.model).train()
     return {f"eval_{name}": value for name, value in metrics_in(metrics).items()}

@@ -137,7 +137,7 @@ def ratios_in_letters(ratio: Tensor) -> str:
     """
     known = torch.tensor(list(_LETTERS.values()), device="cpu")
     order = known.argsort()
-    # Of a number just below a ratio, the next one above is that ratio.
+    # The first known ratio above a number just below one is that ratio.
     index = torch.bucketize(ratio.flatten().cpu() - 1e-3, known[order])
     return (order[index] + ord("A")).byte().numpy().tobytes().decode()
 

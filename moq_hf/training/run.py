@@ -14,7 +14,7 @@ from .resume import changes, has_begun, is_replayed, saved_state
 
 
 class Run:
-    """What does not change while a run goes on, read once.
+    """The constants of a run, read once when it begins.
 
     Args:
         config: The config to follow.
@@ -56,17 +56,17 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step was taken before the run was resumed."""
+        """The last step was taken before the run was resumed."""
         return self.first >= self.state.max_steps
 
     @property
     def is_without_moq(self) -> bool:
-        """Whether it resumes a checkpoint that was made without MoQ."""
+        """The run resumes a checkpoint that was made without MoQ."""
         return self.first > 0 and self.saved is None
 
     @property
     def has_begun(self) -> bool:
-        """Whether the checkpoint was at its offset or later."""
+        """The checkpoint was at its offset or later."""
         return self.saved is not None and has_begun(self.saved)
 
     @property

@@ -27,7 +27,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Told:
     """The warnings since it was last called."""
 
     def take() -> list[str]:
-        texts = [record.getMessage() for record in caplog.records if "save_pretrained wrote" in record.getMessage()]
+        texts = [text for text in caplog.messages if "save_pretrained " in text and "wrote the" in text]
         caplog.clear()
         return texts
 
@@ -72,6 +72,29 @@ def test_each_way_of_saving_is_told_once(save: Callable[[Any, Path], Any], tmp_p
     assert SENTENCE in text and "save_quantized(model, folder) writes that one" in text
     dequantize_model(model)
     save(model, tmp_path)
+    assert told() == []
+
+
+def test_a_model_around_a_quantized_part_is_told_of(tmp_path: Path, told: Told) -> None:
+    model = new_model()
+    for part, name in (
+        (model.bert, "bert"),
+        (model.bert.encoder, "bert.encoder"),
+        (model.bert.encoder, "bert.encoder"),
+    ):
+        dequantize_model(model)
+        quantize_model(part, "w4")
+        for outer in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            outer.save_pretrained(tmp_path)
+            (text,) = told()
+            assert f"BertForSequenceClassification wrote the float weights of {name}, which" in text
+    settings = arguments(tmp_path, save_strategy="steps", save_steps=8)
+    trainer = trained(hf.Trainer(model, settings, train_dataset=rows()))
+    assert (tmp_path / "checkpoint-16").is_dir() and told() == []
+    trainer.save_model(str(tmp_path / "whole"))
+    assert len(told()) == 1
+    dequantize_model(model.bert.encoder)
+    model.save_pretrained(tmp_path)
     assert told() == []
 
 

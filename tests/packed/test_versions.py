@@ -202,7 +202,9 @@ def test_quantize_model_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     quantize_model(model_of("Llama"), bits=3)
     assert "pack_bits to 4" in caplog.text
     quantize_model(model_of("Llama"), bits=4, format="mxfp4")
-    assert 'quantize_format to "int"' in caplog.text
+    assert 'set format to "int"' in caplog.text
+    quantize_model(model_of("Llama"), {"quantize_bits": {"target_bits": 4}, "quantize_format": "mxfp4"})
+    assert 'set quantize_format to "int"' in caplog.text
     quantize_model(new_model("T5", "sequence classification"), bits=4)
     assert "T5ForSequenceClassification is delivered unpacked while loading, which needs transformers" in caplog.text
 

@@ -12,7 +12,16 @@ from model_zoo import CASES, class_of, rows_of
 from model_zoo import FAMILIES as CONFIGS
 from transformers.modeling_outputs import ModelOutput
 
-from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, MoQTrainer, quantize_model, save_quantized
+from moq_hf import (
+    MoQCallback,
+    MoQConfig,
+    MoQConfigError,
+    MoQDistillation,
+    MoQError,
+    MoQTrainer,
+    quantize_model,
+    save_quantized,
+)
 from moq_hf.config_fields import DistillationConfig
 from moq_hf.model.convert import quant_layers
 from moq_hf.training.distillation import (
@@ -90,8 +99,9 @@ def distillation(logits: float, hidden: float, labels: float) -> DistillationCon
     return DistillationConfig(teacher="x", logits=logits, hidden=hidden, labels=labels)
 
 
-def distillation_loss(*what: Any) -> torch.Tensor:
-    return sum(weighted(loss_parts(*what), what[4]).values())
+def distillation_loss(task: torch.Tensor | None, *what: Any) -> torch.Tensor:
+    parts = loss_parts(*what) | ({} if task is None else {"task": task})
+    return sum(weighted(parts, what[3]).values())
 
 
 def test_the_loss_by_hand() -> None:
@@ -252,7 +262,7 @@ def test_a_model_that_skipped_a_layer_is_told_what_did_it() -> None:
     states = tuple(torch.ones(2, 3, 4) for _ in range(3))
     ours, theirs = ({"hidden_states": each} for each in (states[:2], states))
     with pytest.raises(MoQError, match=r"2 hidden states and its teacher 3.*leave distillation\.dropout false"):
-        loss_parts(None, ours, theirs, {}, DistillationConfig(logits=0.0, labels=0.0))
+        loss_parts(ours, theirs, {}, DistillationConfig(logits=0.0, labels=0.0))
 
 
 # They drop units, attention, paths or whole layers, by PyTorch's modules or by numbers of their own.
@@ -422,11 +432,20 @@ def test_a_teacher_that_cannot_teach(teacher: Path, tmp_path: Path) -> None:
         run.train()
 
 
-def test_a_packed_teacher(tmp_path: Path) -> None:
-    master = new_model(2)
-    quantize_model(master, CONFIG)
+def test_a_quantized_teacher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    master = quantize_model(new_model(2), CONFIG)
+    with pytest.raises(
+        MoQError, match=r"the teacher is quantized: give a float model, or call moq_hf.dequantize_model"
+    ):
+        new_trainer(tmp_path, CONFIG, master)
+    with pytest.raises(MoQError, match="the teacher is quantized"):
+        MoQDistillation(new_model(1), master)
     save_quantized(master, tmp_path / "packed")
-    assert new_trainer(tmp_path, with_teacher(tmp_path / "packed")).train().global_step == 8
+    with pytest.raises(MoQError, match="the teacher is quantized"):
+        new_trainer(tmp_path, CONFIG, type(master).from_pretrained(tmp_path / "packed"))
+    trainer = new_trainer(tmp_path, with_teacher(tmp_path / "packed"))
+    assert f"the teacher {tmp_path / 'packed'} was quantized: its weights are floats on a grid" in caplog.text
+    assert trainer.train().global_step == 8
 
 
 def test_the_teacher_goes_where_training_will_be(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.trainer_utils import HPSearchBackend
 
-from moq_hf import MoQCallback, MoQError, MoQTrainer, verify_quantized
+from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, verify_quantized
 from moq_hf.report import read_run, write_report
 
 CONFIG: dict[str, Any] = {
@@ -435,6 +435,13 @@ def test_what_does_not_go_together(share: Any, more: dict[str, Any], words: str,
         float_first(tmp_path, share=share, trainer=more)
 
 
+def test_a_model_that_was_loaded_quantized_has_no_float_phase(tmp_path: Path) -> None:
+    calm_model().save_pretrained(tmp_path)
+    model = BertForSequenceClassification.from_pretrained(tmp_path, quantization_config=MoQConfig(bits=4))
+    with pytest.raises(MoQError, match=r"float_first: the model was loaded with a MoQConfig, .* as moq_config"):
+        float_first(tmp_path, trainer={"model": model, "moq_config": None})
+
+
 def test_a_scheduler_must_be_one_that_can_start_again(tmp_path: Path) -> None:
     model = calm_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -563,14 +570,14 @@ def test_the_first_step_is_that_of_a_float_run(tmp_path: Path) -> None:
     assert_same(dict(saved.named_parameters()), weights(plain))
 
 
-def test_a_loss_function_gets_the_number_of_labels(tmp_path: Path) -> None:
-    def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
 
-    config = {**CONFIG, "distillation": {"labels": 1.0}}
+
+def test_a_loss_function_gets_the_number_of_labels(tmp_path: Path) -> None:
     runs = []
     for name, function in (("own", summed), ("models", None)):
-        trainer = float_first(tmp_path / name, config, trainer={"compute_loss_func": function})
+        trainer = float_first(tmp_path / name, trainer={"compute_loss_func": function})
         trainer.train()
         runs.append(weights(trainer))
     for name, weight in runs[0].items():
@@ -580,11 +587,7 @@ def test_a_loss_function_gets_the_number_of_labels(tmp_path: Path) -> None:
 def test_with_several_processes_a_loss_function_gets_what_the_trainer_multiplies_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
-
-    config = {**CONFIG, "distillation": {"labels": 1.0}}
-    given = {"compute_loss_func": summed, "moq_config": config, "teacher": calm_model()}
+    given = {"compute_loss_func": summed, "moq_config": CONFIG, "teacher": calm_model()}
     trainer = MoQTrainer(calm_model(), arguments(tmp_path), train_dataset=rows(8), **given)
     batch = torch.utils.data.default_collate(rows(4))
     trainer.model.train()
