@@ -1,7 +1,7 @@
-"""The Jinja templates of the model card and the report, and how they show names and numbers.
+"""The Jinja templates of the model card and the report, and the filters that show names and numbers in them.
 
-Values go into an HTML template escaped. A Markdown template says for each value whether
-it is text (`plain`), a name (`code`) or as it must stand.
+In an HTML template values are escaped. A Markdown template says how to show a name that
+others chose: as text (`plain`) or as a code span (`code`).
 """
 
 import functools
@@ -24,32 +24,32 @@ def rendered(template: str, **facts: Any) -> str:
     """Fill in one of the package's templates.
 
     Args:
-        template: Its file in the folder `templates`.
-        **facts: What it tells.
+        template: The name of its file in the folder `templates`.
+        **facts: The variables of the template.
     """
     return _ENVIRONMENT.get_template(template).render(facts).strip()
 
 
-def one_line(text: object) -> str:
-    r"""A text in one line.
+def single_line(text: object) -> str:
+    r"""Join the lines of a text.
 
-    >>> one_line("to 4 bits,\n   in all")
+    >>> single_line("to 4 bits,\n   in all")
     'to 4 bits, in all'
     """
     return " ".join(str(text).split())
 
 
 def plain(value: object) -> str:
-    """A value as Markdown that shows it as it is, in one line.
+    """Escape a value so that Markdown shows it as it is, in one line.
 
     >>> print(plain("layer_1 of a|b, <i>"))
     layer_1 of a&#124;b, &#60;i>
     """
-    return _MARKUP.sub(lambda found: f"&#{ord(found[0])};", one_line(value))
+    return _MARKUP.sub(lambda found: f"&#{ord(found[0])};", single_line(value))
 
 
 def code(name: str) -> str:
-    """A name as a code span of Markdown, or as text where it would end the span.
+    """Put a name into a code span of Markdown, or escape it if it would end the span.
 
     >>> print(code("lm_head"), code("a`b"))
     `lm_head` a&#96;b
@@ -72,7 +72,7 @@ _ENVIRONMENT.filters |= {
     "code": code,
     "json": functools.partial(json.dumps, indent=2),
     "megabytes": megabytes,
-    "one_line": one_line,
+    "single_line": single_line,
     "plain": plain,
     "table": _table,
 }

@@ -1,4 +1,4 @@
-"""What a run did, as one page, from the Trainer's own log; matplotlib draws.
+"""One HTML page about a finished run: curves from the Trainer's log, and the model card of what was delivered.
 
 Nothing is measured here. A run is read from its folder: `trainer_state.json`, there or
 in its newest checkpoint, and `eval_results.json`.
@@ -21,7 +21,7 @@ from pydantic import BaseModel, NonNegativeInt, with_config
 from typing_extensions import TypedDict
 
 from .config import MoQConfig
-from .errors import MoQError, read_as, read_json, require
+from .errors import MoQError, explained, read_as, read_json, require
 from .packed.card import facts_of_folder, facts_of_run
 from .packed.state import STATE_NAME, export_command
 from .packed.verify import recorded
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE = "moq_report.html"
-# Of the axis of a metric from 0 to 1.
+# The least range of the axis of a metric between 0 and 1.
 _LEAST_HEIGHT = 0.05
 # Steps and values.
 Series = tuple[list[int], list[float]]
@@ -60,18 +60,18 @@ class Run:
     """A finished run.
 
     Attributes:
-        directory: Where it was read from.
-        config: What it followed.
+        directory: The folder it was read from.
+        config: Its config.
         steps: Optimizer steps taken.
         log: The Trainer's log, line by line.
         float_size_mb: Size of the parameters before anything was quantized, in
             megabytes.
-        quantized: Name to value of the last evaluation's metrics, without `eval_`.
-        in_float: The same of the float run beside it; empty if there is none.
-        float_step: The last step of the float phase, where `in_float` is of its model;
-            None if it is of a run of its own.
-        choice: The bits that a budget gave the blocks; None without one.
-        delivered: The folder of the model that it delivered; None if there is none.
+        quantized: Metrics of the last evaluation by name, without `eval_`.
+        in_float: Metrics of the float model; empty if none was evaluated.
+        float_step: The last step of the float phase; None if the float model is from
+            another run.
+        choice: The bits that were chosen under a budget; None without a budget.
+        delivered: The folder of the delivered model; None if there is none.
     """
 
     directory: Path
@@ -91,7 +91,7 @@ class Run:
             return _page(self)
 
     def series(self, name: str) -> Series:
-        """The steps at which a number was logged, and its values; what is not finite is left out."""
+        """The steps at which a number was logged, and its values, without those that are not finite."""
         steps, values = [], []
         for line in self.log:
             for value in metrics_in({"value": line.get(name)}).values():
@@ -100,7 +100,7 @@ class Run:
         return steps, values
 
     def last(self, name: str) -> float | None:
-        """The number that was logged last by a name; None if there is none."""
+        """The last value of a number that was logged; None if there is none."""
         values = self.series(name)[1]
         return values[-1] if values else None
 
@@ -150,7 +150,7 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         raise MoQError(
             f"{directory} is not a run with MoQ: its trainer_state.json has no bits"
         )
-    # A run that is float first logs the evaluation of its float model.
+    # A float phase ends with an evaluation, which is logged.
     phases = (
         line["step"]
         for line in log
@@ -222,7 +222,7 @@ def write_report(
 
     Raises:
         MoQError: There is no finished run with MoQ, a file of it is damaged, or
-            matplotlib is not installed.
+            matplotlib or markdown-it-py is not installed.
     """
     run = read_run(directory)
     folder = run.directory if out is None else Path(out)
@@ -246,7 +246,8 @@ def _page(run: Run) -> str:
     )
     if run.delivered is not None:
         found = recorded(run.delivered)
-        facts |= facts_of_folder(found, run.delivered, str(run.delivered))
+        with explained(f"{run.delivered} is not as it was delivered"):
+            facts |= facts_of_folder(found, run.delivered, str(run.delivered))
         export = export_command(run.delivered)
     markdown = MarkdownIt("commonmark").enable("table")
     files = [path for path in run.directory.iterdir() if path.name != PAGE]
@@ -285,7 +286,7 @@ def drawing() -> Iterator[None]:
 
 
 def _figures(run: Run) -> dict[str, "Figure"]:
-    """Draw what was logged: the title of each figure that there is, and the figure."""
+    """Draw what was logged; the keys are the titles of the figures."""
     bits = run.by_block("bits")
     loss = {"training": run.series("loss"), "evaluation": run.series("eval_loss")}
     metrics = [name for name in run.quantized if name != "loss"]
@@ -319,21 +320,21 @@ def _draw(ylabel: str, series: Mapping[str, Series], **style: Any) -> "Axes":
     lines = []
     for name, (steps, values) in series.items():
         lines += axes.plot(steps, values, label=name, **style)
-    # A model without a list of layers has a block for each linear layer.
+    # A model may have hundreds of blocks; the legend has room for 20.
     named = lines[:: math.ceil(len(lines) / 20)]
     axes.legend(handles=named, loc="upper left", bbox_to_anchor=(1.0, 1.02))
     return axes
 
 
 def _draw_bits(series: Mapping[str, Series], run: Run) -> "Figure":
-    """Draw one line for blocks that have the same bits at all steps, and lines that meet side by side."""
+    """Draw the bits of each block, with one line for blocks that always have the same."""
     alike: dict[str, list[str]] = {}
     for name, line in series.items():
         alike.setdefault(repr(line), []).append(name)
     config = run.config
     in_float = begins_in_float(config)
     start = FLOAT_BITS if in_float else config.start_bits
-    # Float has the place above the most bits.
+    # Float is drawn one step above the largest number of bits.
     top = max(own.start_bits for own in config.variants().values()) + in_float
     shifts = 0.2 - 0.4 * (np.arange(len(alike)) + 0.5) / len(alike)
     drawn: dict[str, Series] = {}
@@ -349,7 +350,7 @@ def _draw_bits(series: Mapping[str, Series], run: Run) -> "Figure":
 
 
 def _called(names: Sequence[str], count: int) -> str:
-    """What blocks with one line are called."""
+    """The label of a line that stands for several blocks."""
     if len(names) == 1:
         return names[0]
     if len(names) == count:
@@ -363,7 +364,7 @@ def _mark_drops(axes: "Axes", bits: Mapping[str, Series]) -> None:
     low, high = axes.get_xlim()
     for step, reached in drops.items():
         axes.axvline(step, color="gray", linestyle=":", linewidth=0.8)
-        # The last of several drops that are close to each other has the label.
+        # Where drops are close to each other, only the last one has a label.
         if any(0 < later - step < 0.02 * (high - low) for later in drops):
             continue
         axes.text(

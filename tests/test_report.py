@@ -219,10 +219,14 @@ def test_a_delivered_run_has_its_headline_its_proof_and_what_comes_next(tmp_path
     assert re.search(sizes, page).groups()[1] == megabytes(written)  # type: ignore[union-attr]
     assert f"<h1>{tmp_path.name}</h1>" in page
     assert "Verified: loaded with plain transformers, the saved model gives identical outputs" in page
+    assert f"from_pretrained(&quot;{tmp_path / 'quantized'}&quot;)" in page and "<td>bert.pooler.dense</td>" in page
     # It has no tokenizer, which an export needs.
     assert f"moq-hf inspect {tmp_path / 'quantized'}    # layers" in page and "moq-hf export" not in page
     assert re.search(r">all \d+ blocks<", page)
     assert "<svg" in read_run(tmp_path)._repr_html_()
+    (tmp_path / "quantized" / "config.json").write_text("{}")
+    with pytest.raises(MoQError, match="quantized is not as it was delivered: KeyError: 'architectures'"):
+        write_report(tmp_path)
 
 
 def test_noise_of_a_score_looks_like_noise(tmp_path: Path) -> None:

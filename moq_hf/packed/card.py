@@ -1,4 +1,4 @@
-"""The model card of a packed checkpoint: a template, filled in with what was verified and what is known of the run."""
+"""The model card of a packed checkpoint: facts about the folder and its run, for the templates that show them."""
 
 import os
 from collections.abc import Mapping
@@ -49,17 +49,17 @@ def write_card(
     """Write `README.md` into a packed checkpoint.
 
     Args:
-        directory: What `save_quantized` wrote; the card shows its metrics, sizes and
-            bits.
+        directory: A folder that `save_quantized` wrote; the card shows its metrics,
+            sizes and bits.
         data: Other metadata of the model; `model_name` is a Hub id, by default the
             directory's name.
         dataset: The `dataset_type`, `dataset_name` and `dataset_config` of an
             `EvalResult`; without a type and a `pipeline_tag` the metadata has no
             results.
         training: Hyperparameters, for the section on reproducing the model.
-        found: What `verify_quantized` gives for it; None: it is verified now.
-        model: The model in memory. What evaluators of Sentence Transformers found of it
-            are the results then.
+        found: The result of `verify_quantized`; None verifies the folder now.
+        model: The model in memory. If evaluators of Sentence Transformers have scored
+            it, the metadata has their results.
 
     Returns:
         The card's path.
@@ -89,8 +89,10 @@ def write_card(
     data.eval_results = evaluations_of(model, metrics) or data.eval_results
     config = MoQConfig.from_dict(state["config"])
     in_float = state["float_metrics"]
-    # A line of the log of another run has a step too.
-    float_step = in_float.get("step") if isinstance(config.offset, float) else None
+    float_step = in_float.get("step")
+    # Metrics that the user gave may hold a step of another run.
+    if not (isinstance(float_step, int) and isinstance(config.offset, float)):
+        float_step = None
     place = name if "/" in name else "path/to/this/folder"
     facts = facts_of_run(
         config,
@@ -115,10 +117,10 @@ def write_card(
 def _complete(
     data: ModelCardData, found: Verification, kind: str | None, metrics: list[str]
 ) -> None:
-    """Put into the metadata what follows from the folder."""
+    """Fill in the metadata that follows from the folder."""
     data.library_name = "sentence-transformers" if kind else "transformers"
     data.pipeline_tag = data.pipeline_tag or PIPELINES.get(kind)
-    # Without the controller of a run nothing says that the model was trained.
+    # A folder that was saved without a run's controller has no step.
     tags = TAGS[:1] if found.state["step"] is None else TAGS
     data.tags = list(dict.fromkeys([*tags, _method(found), *(data.tags or [])]))
     if data.base_model:
@@ -127,7 +129,7 @@ def _complete(
 
 
 def _method(found: Verification) -> str:
-    """The library or method that loads the packed weights, which is the name of a tag."""
+    """The quantization method that loads the packed weights; it is also a tag on the Hub."""
     layout: Layout = found.state["layout"]
     return LAYOUTS[layout].method
 
@@ -141,17 +143,16 @@ def facts_of_run(
     choice: Choice | None,
     training: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What the template `body.md` tells of a run.
+    """Collect what the template `body.md` says about a run.
 
     Args:
-        config: What it followed.
-        step: Optimizer steps that it took; None where the model was quantized without
-            one.
-        metrics: Of the quantized model.
-        in_float: Of the float model beside it.
-        float_step: The last step of the float phase; None in a run without one.
-        choice: The bits that a budget gave the blocks; None without one.
-        training: Its hyperparameters.
+        config: The config of the run.
+        step: Optimizer steps taken; None if the model was quantized without training.
+        metrics: Metrics of the quantized model.
+        in_float: Metrics of the float model to compare it with.
+        float_step: The last step of the float phase; None if there was none.
+        choice: The bits that were chosen under a budget; None without a budget.
+        training: Hyperparameters.
     """
     share = config.offset if float_step and isinstance(config.offset, float) else None
     recipe = config if share is None else before_float(config)
@@ -173,13 +174,13 @@ def facts_of_run(
 def facts_of_folder(
     found: Verification, folder: Path, place: str, model: Any = None
 ) -> dict[str, Any]:
-    """What the templates `card.md` and `body.md` tell of a packed checkpoint.
+    """Collect what the templates `card.md` and `body.md` say about a packed checkpoint.
 
     Args:
-        found: What is in it, and how it was proven.
-        folder: Where it is.
-        place: What the code that loads it calls it.
-        model: The model in memory, whose adapters lie in the folder.
+        found: Its layers and its proof.
+        folder: Its path.
+        place: Its name in the code that loads it.
+        model: The model in memory; None: an adapter is looked for in the folder.
     """
     layers = found.layers.values()
     kinds = {_KINDS.get(layer.kind, "linear layers") for layer in layers}
@@ -216,15 +217,15 @@ def write_run_card(
     found: Verification | None = None,
     **given: Any,
 ) -> None:
-    """Write the card with what the stock card knows of a run: base model, task, data set, arguments.
+    """Write the card with what the Trainer's own card says about a run: base model, task, data set, arguments.
 
     Args:
         directory: The packed checkpoint.
         run: The Trainer, or an object with its `args`, `model`, `state`,
             `train_dataset` and `eval_dataset`.
-        *args: What `Trainer.create_model_card` takes.
+        *args: Arguments of `Trainer.create_model_card`.
         found: As for `write_card`.
-        **given: What `Trainer.create_model_card` takes.
+        **given: Arguments of `Trainer.create_model_card`.
 
     Raises:
         MoQError: The checkpoint is damaged.
@@ -232,7 +233,7 @@ def write_run_card(
     known = training_summary(run, *args, **given)
     tag = _first(known.dataset_tags)
     data = ModelCardData(
-        # The Trainer adds the user's name to the id in its arguments.
+        # The Trainer's own id has the user's name in front.
         model_name=getattr(run, "hub_model_id", None)
         or run.args.hub_model_id
         or known.model_name,
@@ -250,7 +251,7 @@ def write_run_card(
     }
     training = known.hyperparameters
     if "optimizer" in training:
-        # The stock text names a member of an enumeration.
+        # The Trainer's own text shows a member of an enumeration.
         training["optimizer"] = OptimizerNames(run.args.optim).value
     write_card(
         directory,
@@ -268,7 +269,7 @@ def _first(value: Any) -> str | None:
 
 
 def _adapter_in(folder: Path, model: Any) -> str | None:
-    """Where in a folder the adapter is that the model answers with; None if there is none beside the weights."""
+    """The subfolder of the active PEFT adapter; None if the folder has none that must be loaded with it."""
     if model is None:
         files = sorted((folder / ADAPTER).rglob("adapter_config.json"))
         places = [path.parent.relative_to(folder).as_posix() for path in files]
@@ -281,15 +282,15 @@ def _adapter_in(folder: Path, model: Any) -> str | None:
 def how_to_load(
     saved: Verification, folder: Path, name: str, model: Any = None
 ) -> tuple[str, str]:
-    """The class that loads a folder, of Sentence Transformers or of transformers, and the code that does.
+    """The class of transformers or Sentence Transformers that loads a folder, and the code that does.
 
-    The code is what the proof has run.
+    The proof has run this code.
 
     Args:
-        saved: What is in the folder, and how it was proven.
-        folder: With its `config.json`.
+        saved: The layers in the folder and their proof.
+        folder: The folder, with its `config.json`.
         name: The folder's name in the code.
-        model: The model in memory, whose adapters lie in the folder.
+        model: The model in memory; None: an adapter is looked for in the folder.
 
     Returns:
         The name of the class, and lines that give a variable `model`.
@@ -318,15 +319,15 @@ def how_to_load(
 
 
 def _transformers_line(folder: Path, name: str, attention: Any) -> tuple[str, str]:
-    """The class of transformers that loads a folder, and the expression that does."""
+    """The class of transformers that loads a folder, and the expression that calls it."""
     arguments = quoted(name)
     if attention is not None:
         arguments += f", attn_implementation={attention!r}"
     config = read_json(folder / "config.json")
-    # The class that was proven: that of `AutoModel` may have no head, or another one.
+    # The proof has loaded this class; an auto class may give no head, or another one.
     cls = config["architectures"][0]
     for auto, code in config.get("auto_map", {}).items():
-        # The code lies in the folder: nothing can import the class from elsewhere.
+        # The class is defined in the folder, so only its auto class can import it.
         if str(code).endswith(f".{cls}"):
             return auto, f"{auto}.from_pretrained({arguments}, trust_remote_code=True)"
     return cls, f"{cls}.from_pretrained({arguments})"
