@@ -106,36 +106,6 @@ def float_after(step: int | None, total: int | None) -> str:
     return f"float after {step:,} of {total:,} steps"
 
 
-def metric_rows(
-    metrics: Mapping[str, float], in_float: Mapping[str, float], before: str = "float"
-) -> list[list[str]]:
-    """Rows of a table that compares the metrics of a quantized model with those of the float model.
-
-    Args:
-        metrics: Metrics of the quantized model.
-        in_float: Metrics of the float model; empty if there are none to compare with.
-        before: The name of the float model.
-
-    >>> print(table(metric_rows({"f1": 0.9, "loss": 0.3}, {"f1": 0.91})))
-    metric   float  quantized  difference
-    f1      0.9100     0.9000     -0.0100
-    loss               0.3000
-    >>> metric_rows({"f1": 0.9}, {})
-    [['metric', 'quantized'], ['f1', '0.9000']]
-    """
-    if not in_float:
-        values = [[name, f"{value:.4f}"] for name, value in metrics.items()]
-        return [["metric", "quantized"], *values]
-    rows = [["metric", before, "quantized", "difference"]]
-    for name, value in metrics.items():
-        was = difference = ""
-        if name in in_float:
-            was = f"{in_float[name]:.4f}"
-            difference = f"{value - in_float[name]:+.4f}"
-        rows.append([name, was, f"{value:.4f}", difference])
-    return rows
-
-
 def metrics_in(logged: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of an evaluation: finite numbers, by their names without `eval_`.
 

@@ -24,7 +24,7 @@ from ..seams.sentence_transformers import (
     loads_as,
 )
 from ..seams.transformers import training_summary
-from ..text import float_after, metric_rows, metrics_in, quoted
+from ..text import float_after, metrics_in, quoted
 from ..training.budget import Choice
 from ..training.float_first import before_float
 from .files import ADAPTER, active_adapter
@@ -156,14 +156,13 @@ def facts_of_run(
     """
     share = config.offset if float_step and isinstance(config.offset, float) else None
     recipe = config if share is None else before_float(config)
-    before = float_after(float_step, step)
     return {
         "found": None,
         "config": config,
         "step": step,
-        "metrics": metric_rows(metrics, in_float, before) if metrics else [],
+        "metrics": metrics,
         "in_float": in_float,
-        "before": before,
+        "before": float_after(float_step, step),
         "share": share,
         "choice": choice,
         "training": training or {},
@@ -296,15 +295,16 @@ def how_to_load(
         The name of the class, and lines that give a variable `model`.
     """
     proof = saved.proof
-    attention = None if proof is None else proof.attention
-    kind = loads_as(folder)
-    if kind is None:
-        cls, load = _transformers_line(folder, name, attention)
-    elif attention is None:
-        cls, load = kind, f"{kind}({quoted(name)})"
+    given = {}
+    if proof is not None and proof.attention is not None:
+        given["attn_implementation"] = proof.attention
+    cls = loads_as(folder)
+    if cls is not None:
+        load = _call(cls, name, {"model_kwargs": given} if given else {})
     else:
-        settings = {"attn_implementation": attention}
-        cls, load = kind, f"{kind}({quoted(name)}, model_kwargs={settings})"
+        cls, is_in_folder = _class_of(folder)
+        trust = {"trust_remote_code": True} if is_in_folder else {}
+        load = _call(f"{cls}.from_pretrained", name, given | trust)
     adapter = _adapter_in(folder, model)
     if adapter is not None:
         load = f"PeftModel.from_pretrained({load}, {quoted(name)}, subfolder={quoted(adapter)})"
@@ -318,16 +318,19 @@ def how_to_load(
     return cls, code
 
 
-def _transformers_line(folder: Path, name: str, attention: Any) -> tuple[str, str]:
-    """The class of transformers that loads a folder, and the expression that calls it."""
-    arguments = quoted(name)
-    if attention is not None:
-        arguments += f", attn_implementation={attention!r}"
+def _call(function: str, place: str, given: Mapping[str, Any]) -> str:
+    """A call with a path and keyword arguments, as Python code."""
+    arguments = [quoted(place), *(f"{key}={value!r}" for key, value in given.items())]
+    return f"{function}({', '.join(arguments)})"
+
+
+def _class_of(folder: Path) -> tuple[str, bool]:
+    """The class of transformers that loads a folder, and whether the folder itself defines the model."""
     config = read_json(folder / "config.json")
     # The proof has loaded this class; an auto class may give no head, or another one.
     cls = config["architectures"][0]
     for auto, code in config.get("auto_map", {}).items():
-        # The class is defined in the folder, so only its auto class can import it.
+        # A class that is defined in the folder can only be imported by its auto class.
         if str(code).endswith(f".{cls}"):
-            return auto, f"{auto}.from_pretrained({arguments}, trust_remote_code=True)"
-    return cls, f"{cls}.from_pretrained({arguments})"
+            return auto, True
+    return cls, False
