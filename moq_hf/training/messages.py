@@ -30,16 +30,29 @@ def summary(
         blocks: The number of blocks.
         sizes: The sizes of the model.
     """
-    left: dict[str, list[str]] = {}
-    for name, reason in inventory.left_out.items():
-        why = f"left in float, {reason}" if reason else "left in float"
-        left.setdefault(why, []).append(name)
-    if inventory.adapters and not inventory.merged:
-        left.setdefault("left in float", []).append("PEFT's adapters")
-    told = {why: shortened(names, MOST_FAULTS) for why, names in left.items()}
-    for text in _left_of_kinds(inventory, config, sizes):
-        before = told.get("left in float")
-        told["left in float"] = f"{before}, and {text}" if before else text
+    parts = [_layers_in_words(inventory, config, blocks)]
+    if config.has_row_groups and any(map(is_convolution, inventory.layers.values())):
+        parts.append("convolutions have one scale per channel")
+    if inventory.embeddings:
+        tables = counted(len(inventory.embeddings), "embedding table")
+        parts.append(f"{tables} to {inventory.table_bits} bits")
+    for name, owner in inventory.tied.items():
+        parts.append(f"{name} shares the weight of {owner}")
+    activations = config.activations
+    if activations.enabled:
+        begin = activations.start_step
+        after = f" after {begin} steps" if begin else ""
+        parts += [
+            f"the inputs of linear layers to {activations.bits} bits ({activations.scale}){after}",
+            f"the delivered folder computes with {serving.inputs_in_words(inventory, config)}",
+        ]
+    parts.append(f"quantized: {sizes.coverage}")
+    parts += _left_in_float(inventory, config, sizes) or ["no layer is left out"]
+    return "; ".join(parts)
+
+
+def _layers_in_words(inventory: Inventory, config: MoQConfig, blocks: int) -> str:
+    """Count the layers that are quantized, and say to how many bits."""
     convolutions = sum(map(is_convolution, inventory.layers.values()))
     counts = {
         "linear layer": len(inventory.layers) - convolutions,
@@ -48,31 +61,23 @@ def summary(
     }
     what = " and ".join(counted(n, kind) for kind, n in counts.items() if n)
     go = "goes" if sum(counts.values()) == 1 else "go"
-    parts = [
-        f"{what} in {counted(blocks, 'block')} {go} {'from' if config.falls else 'to'} {config.span_in_words}"
-    ]
-    if convolutions and config.has_row_groups:
-        parts.append("convolutions have one scale per channel")
-    if inventory.embeddings:
-        parts.append(
-            f"{counted(len(inventory.embeddings), 'embedding table')} to {inventory.table_bits} bits"
-        )
-    parts += [
-        f"{name} shares the weight of {owner}" for name, owner in inventory.tied.items()
-    ]
-    activation = config.activations
-    if activation.enabled:
-        parts.append(
-            f"the inputs of linear layers to {activation.bits} bits ({activation.scale})"
-            + (f" after {activation.start_step} steps" * (activation.start_step > 0))
-        )
-        computed = serving.inputs_in_words(inventory, config)
-        parts.append(f"the delivered folder computes with {computed}")
-    parts.append(f"quantized: {sizes.coverage}")
-    parts += [f"{why}: {what}" for why, what in told.items()] or [
-        "no layer is left out"
-    ]
-    return "; ".join(parts)
+    way = "from" if config.falls else "to"
+    return f"{what} in {counted(blocks, 'block')} {go} {way} {config.span_in_words}"
+
+
+def _left_in_float(
+    inventory: Inventory, config: MoQConfig, sizes: ModelSizes
+) -> list[str]:
+    """Say what stays in float, in one sentence for each reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in inventory.left_out.items():
+        names.setdefault(f", {reason}" if reason else "", []).append(name)
+    if inventory.adapters and not inventory.merged:
+        names.setdefault("", []).append("PEFT's adapters")
+    told = {why: [shortened(alike, MOST_FAULTS)] for why, alike in names.items()}
+    for text in _left_of_kinds(inventory, config, sizes):
+        told.setdefault("", []).append(text)
+    return [f"left in float{why}: {', and '.join(what)}" for why, what in told.items()]
 
 
 def _left_of_kinds(
