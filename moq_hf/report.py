@@ -105,13 +105,11 @@ class Run:
         return values[-1] if values else None
 
     def by_block(self, kind: str) -> dict[str, Series]:
-        """Block name to the series of `moq/<kind>/<block>`, layer.2 before layer.10."""
+        """Block name to the series of `moq/<kind>/<block>` that has values, layer.2 before layer.10."""
         start = f"moq/{kind}/"
         names = {key for line in self.log for key in line if key.startswith(start)}
-        return {
-            name.removeprefix(start): self.series(name)
-            for name in sorted(names, key=_natural)
-        }
+        series = {name: self.series(name) for name in sorted(names, key=_natural)}
+        return {n.removeprefix(start): line for n, line in series.items() if line[0]}
 
 
 def _natural(name: str) -> str:
@@ -303,7 +301,8 @@ def _figures(run: Run) -> dict[str, "Figure"]:
         if drawn:
             axes = _draw(ylabel, drawn, marker=".")
             _mark_drops(axes, bits)
-            _widen(axes)
+            if title == "Metrics":
+                _widen(axes)
             figures[title] = cast("Figure", axes.figure)
     return figures
 

@@ -188,12 +188,15 @@ def test_a_diverged_run_is_drawn(tmp_path: Path) -> None:
     state = make_run(tmp_path)
     for line in state["log_history"][-9:]:
         line |= {"loss": math.nan, "eval_loss": math.inf, "eval_f1": math.nan} if "eval_f1" in line else {}
+    for line in state["log_history"]:
+        line |= {"moq/bits/bert.pooler.dense": None} if "moq/bits/bert.pooler.dense" in line else {}
     write(tmp_path, state)
     page = write_report(tmp_path)
     assert titles(page) == ["Bits", "Sensitivity", "Loss", "Metrics", *CARD]
     # What is not a number is left out.
     assert not re.search(r"\b(nan|inf|infinity)\b", page.read_text(), re.IGNORECASE)
     assert read_run(tmp_path).quantized == {"accuracy": pytest.approx(0.769)}
+    assert "bert.pooler.dense" not in page.read_text().partition("Configuration")[0]
 
 
 def test_without_matplotlib_it_is_told(
@@ -233,6 +236,6 @@ def test_noise_of_a_score_looks_like_noise(tmp_path: Path) -> None:
         line |= {"eval_f1": 0.97 + 0.001 * (index % 2), "eval_accuracy": 0.97}
     write(tmp_path, state)
     with drawing():
-        axes = _figures(read_run(tmp_path))["Metrics"].axes[0]
-    low, high = axes.get_ylim()
+        figures = _figures(read_run(tmp_path))
+    low, high = figures["Metrics"].axes[0].get_ylim()
     assert high - low == pytest.approx(0.05) and high <= 1.0 + 1e-9
