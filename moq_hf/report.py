@@ -20,15 +20,13 @@ import numpy as np
 from pydantic import BaseModel, NonNegativeInt, with_config
 from typing_extensions import TypedDict
 
-from .config import MoQConfig
 from .errors import MoQError, explained, read_as, read_json, require
-from .packed.card import facts_of_folder, facts_of_run
+from .packed.card import RunFacts, facts_of_folder
 from .packed.state import STATE_NAME, export_command
 from .packed.verify import recorded
 from .rendering import TEMPLATES, rendered
 from .schedule import FLOAT_BITS, begins_in_float
 from .text import metrics_in
-from .training.budget import Choice
 from .training.checkpoints import STATE_FILE, checkpoints, entry_of_moq, last_metrics
 from .training.float_first import FOLDER, METRICS
 from .training.resume import saved_state
@@ -56,33 +54,22 @@ class _State(BaseModel):
 
 
 @dataclass(frozen=True)
-class Run:
-    """A finished run.
+class Run(RunFacts):
+    """A finished run, with what `RunFacts` has; `quantized` is of its last evaluation.
 
     Attributes:
         directory: The folder it was read from.
-        config: Its config.
         steps: Optimizer steps taken.
         log: The Trainer's log, line by line.
         float_size_mb: Size of the parameters before anything was quantized, in
             megabytes.
-        quantized: Metrics of the last evaluation by name, without `eval_`.
-        in_float: Metrics of the float model; empty if none was evaluated.
-        float_step: The last step of the float phase; None if the float model is from
-            another run.
-        choice: The bits that were chosen under a budget; None without a budget.
         delivered: The folder of the delivered model; None if there is none.
     """
 
     directory: Path
-    config: MoQConfig
     steps: int
     log: Sequence[Mapping[str, Any]]
     float_size_mb: float
-    quantized: Mapping[str, float]
-    in_float: Mapping[str, float]
-    float_step: int | None
-    choice: Choice | None
     delivered: Path | None
 
     def _repr_html_(self) -> str:
@@ -158,16 +145,16 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
     delivered = next((path for path in places if (path / STATE_NAME).is_file()), None)
     float_folder = directory / FOLDER
     return Run(
-        directory,
-        saved["config"],
-        state.global_step,
-        log,
-        saved["float_size_mb"],
-        _metrics(directory, state, delivered),
-        _metrics(float_folder, _read_state(float_folder)),
-        next(phases, None),
-        saved["choice"],
-        delivered,
+        directory=directory,
+        config=saved["config"],
+        steps=state.global_step,
+        log=log,
+        float_size_mb=saved["float_size_mb"],
+        quantized=_metrics(directory, state, delivered),
+        in_float=_metrics(float_folder, _read_state(float_folder)),
+        float_step=next(phases, None),
+        choice=saved["choice"],
+        delivered=delivered,
     )
 
 
@@ -233,32 +220,21 @@ def write_report(
 def _page(run: Run) -> str:
     from markdown_it import MarkdownIt
 
-    found = export = None
-    facts = facts_of_run(
-        run.config,
-        run.steps,
-        run.quantized,
-        run.in_float,
-        run.float_step,
-        run.choice,
-    )
+    facts: dict[str, Any] = {"run": run, "found": None, "training": {}, "export": None}
     if run.delivered is not None:
         found = recorded(run.delivered)
         with explained(f"{run.delivered} is not as it was delivered"):
             facts |= facts_of_folder(found, run.delivered, str(run.delivered))
-        export = export_command(run.delivered)
+        facts["export"] = export_command(run.delivered)
     markdown = MarkdownIt("commonmark").enable("table")
     files = [path for path in run.directory.iterdir() if path.name != PAGE]
     written = max(path.stat().st_mtime for path in files)
     return rendered(
         "report.html",
-        run=run,
-        found=found,
-        export=export,
-        before=facts["before"],
         card=markdown.render(rendered("body.md", **facts)),
         date=datetime.fromtimestamp(written).strftime("%Y-%m-%d"),
         figures={title: _svg(figure) for title, figure in _figures(run).items()},
+        **facts,
     )
 
 

@@ -95,17 +95,6 @@ def megabytes(count: int) -> str:
     return f"{count / 1e6:#.3g} MB" if count < 1e8 else f"{count / 1e6:,.0f} MB"
 
 
-def float_after(step: int | None, total: int | None) -> str:
-    """A name for the float model in a comparison; that of a float phase was trained for only a part of the steps.
-
-    >>> float_after(100, 200), float_after(None, 200)
-    ('float after 100 of 200 steps', 'float')
-    """
-    if step is None or total is None:
-        return "float"
-    return f"float after {step:,} of {total:,} steps"
-
-
 def metrics_in(logged: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of an evaluation: finite numbers, by their names without `eval_`.
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..seams.sentence_transformers import (
     loads_as,
 )
 from ..seams.transformers import training_summary
-from ..text import float_after, metrics_in, quoted
+from ..text import metrics_in, quoted
 from ..training.budget import Choice
 from ..training.float_first import before_float
 from .files import ADAPTER, active_adapter
@@ -35,6 +36,48 @@ from .verify import Verification, verify_quantized
 _LEAST_PEFT = "0.17"
 TAGS = ("moq", "quantization-aware-training")
 _KINDS = {"embedding": "embedding tables", "conv": "convolutions"}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the template `body.md` says about a run.
+
+    Attributes:
+        config: Its config.
+        steps: Optimizer steps taken; None if the model was quantized without training.
+        quantized: Metrics of the quantized model by name, without `eval_`.
+        in_float: Metrics of the float model to compare it with; empty if there are
+            none.
+        float_step: The last step of the float phase; None if there was none.
+        choice: The bits that were chosen under a budget; None without a budget.
+    """
+
+    config: MoQConfig
+    steps: int | None
+    quantized: Mapping[str, float]
+    in_float: Mapping[str, float]
+    float_step: int | None
+    choice: Choice | None
+
+    @property
+    def before(self) -> str:
+        """A name for the float model; that of a float phase was trained for only a part of the steps."""
+        if self.float_step is None or self.steps is None:
+            return "float"
+        return f"float after {self.float_step:,} of {self.steps:,} steps"
+
+    @property
+    def float_first(self) -> float | None:
+        """The share of the run that was in float, for `MoQTrainer(float_first=)`; None without a float phase."""
+        share = self.config.offset
+        return share if self.float_step and isinstance(share, float) else None
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The keys of the config that a user would write."""
+        if self.float_first is None:
+            return self.config.changed()
+        return before_float(self.config).changed()
 
 
 def write_card(
@@ -94,20 +137,22 @@ def write_card(
     if not (isinstance(float_step, int) and isinstance(config.offset, float)):
         float_step = None
     place = name if "/" in name else "path/to/this/folder"
-    facts = facts_of_run(
+    choice = state.get("choice")
+    run = RunFacts(
         config,
         state["step"],
         metrics,
         metrics_in(in_float),
         float_step,
-        read_as(Choice | None, state.get("choice"), str(folder / STATE_NAME), "choice"),
-        training,
+        read_as(Choice | None, choice, str(folder / STATE_NAME), "choice"),
     )
     text = rendered(
         "card.md",
         data=data,
         source=dataset.get("dataset_name") or dataset.get("dataset_type"),
-        **facts | facts_of_folder(found, folder, place, model),
+        run=run,
+        training=training or {},
+        **facts_of_folder(found, folder, place, model),
     )
     path = folder / "README.md"
     ModelCard(f"{text}\n").save(path)
@@ -132,42 +177,6 @@ def _method(found: Verification) -> str:
     """The quantization method that loads the packed weights; it is also a tag on the Hub."""
     layout: Layout = found.state["layout"]
     return LAYOUTS[layout].method
-
-
-def facts_of_run(
-    config: MoQConfig,
-    step: int | None,
-    metrics: Mapping[str, float],
-    in_float: Mapping[str, float],
-    float_step: int | None,
-    choice: Choice | None,
-    training: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Collect what the template `body.md` says about a run.
-
-    Args:
-        config: The config of the run.
-        step: Optimizer steps taken; None if the model was quantized without training.
-        metrics: Metrics of the quantized model.
-        in_float: Metrics of the float model to compare it with.
-        float_step: The last step of the float phase; None if there was none.
-        choice: The bits that were chosen under a budget; None without a budget.
-        training: Hyperparameters.
-    """
-    share = config.offset if float_step and isinstance(config.offset, float) else None
-    recipe = config if share is None else before_float(config)
-    return {
-        "found": None,
-        "config": config,
-        "step": step,
-        "metrics": metrics,
-        "in_float": in_float,
-        "before": float_after(float_step, step),
-        "share": share,
-        "choice": choice,
-        "training": training or {},
-        "changed": recipe.changed(),
-    }
 
 
 def facts_of_folder(
