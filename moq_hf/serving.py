@@ -5,79 +5,39 @@ model, which is made of its inventory before training and of a folder's files af
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torch import nn
-
-from .config import MoQConfig
-from .errors import MoQError, either, shortened
-from .formats.stored import EncodeSpec
-from .formats.table import form_of, has_codes, installed
+from .errors import either, shortened
+from .formats.table import LAYOUTS, installed
 from .grid import Format
-from .model.inventory import Inventory, grid_of
-from .model.sizes import is_unpacked_while_loading
-from .names import plain_name, pretrained, without_fsdp, without_peft
-from .processes import shape_of
-from .quant_experts import experts_parameters, matrix_of
 from .schedule import FLOAT_BITS
-from .seams.transformers import ADAPTED
 from .text import table
-from .weight_matrix import matrix_shape
+from .weight_spec import WeightSpec
+
+# Layers that vLLM and SGLang fuse into one, and what they call it.
+FUSED = {
+    ("q_proj", "k_proj", "v_proj"): "qkv_proj",
+    ("gate_proj", "up_proj"): "gate_up_proj",
+    ("query", "key", "value"): "qkv_proj",
+}
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A quantized weight as a server meets it.
+def fused_units(layers: Iterable[str]) -> dict[str, list[str]]:
+    """Group the layers that must have equal bits: those that servers fuse into one, and the experts of a layer.
 
-    Attributes:
-        kind: "linear", "conv1d", "conv" or "embedding".
-        rows: Of the weight as it is quantized: `out_features`.
-        columns: `in_features`.
-        bits: 1 to 16, or 32 for one that is not quantized.
-        group_size: Weights of a row that share a scale; None if whole rows share one.
-        symmetric: Whether the grid is.
-        packed: Whether codes are in the file; otherwise floats are, or bytes.
-        rounded: How its inputs are rounded, where the file says it: "static" or
-            "per_token".
-        format: What its codes are; see `Grid`.
-        width: Bits that a packed code takes in the file; 0 for its own.
-
-    >>> Weight("linear", 8, 64, 4, 32, symmetric=False).grid()
-    '4 bits asymmetric in groups of 32'
+    >>> fused_units(["q_proj", "k_proj", "o_proj", "v_proj"])
+    {'q_proj-k_proj-v_proj': ['q_proj', 'k_proj', 'v_proj'], 'o_proj': ['o_proj']}
     """
-
-    kind: str
-    rows: int
-    columns: int
-    bits: int
-    group_size: int | None = None
-    symmetric: bool = True
-    packed: bool = True
-    rounded: str | None = None
-    format: Format = "int"
-    width: int = 0
-
-    @property
-    def is_w8a8(self) -> bool:
-        """Whether servers multiply its codes with those of its inputs."""
-        return self.rounded is not None and self.bits == 8 and self.group_size is None
-
-    @property
-    def is_float(self) -> bool:
-        """Whether a server meets floats."""
-        return self.bits == FLOAT_BITS or (not self.packed and self.kind != "embedding")
-
-    def grid(self) -> str:
-        """The grid in words."""
-        if self.is_float:
-            return "floats"
-        kind = "" if self.symmetric else " asymmetric"
-        if self.format != "int":
-            return self.format
-        groups = f"in groups of {self.group_size}" if self.group_size else "per channel"
-        return f"{self.bits} bits{kind} {groups}"
+    units: dict[str, list[str]] = {}
+    for layer in layers:
+        parent, _, last_part = layer.rpartition(".")
+        around, among, _ = f"{layer}.".partition(".experts.")
+        fused = next((names for names in FUSED if last_part in names), (last_part,))
+        unit = f"{around}.experts" if among else f"{parent}.{'-'.join(fused)}"
+        units.setdefault(unit.lstrip("."), []).append(layer)
+    return units
 
 
 @dataclass(frozen=True)
@@ -96,7 +56,7 @@ class Description:
     """
 
     architecture: str
-    weights: Mapping[str, Weight]
+    weights: Mapping[str, WeightSpec]
     floats: Collection[str] = ()
     is_encoder_decoder: bool = False
     unserved: str | None = None
@@ -348,7 +308,8 @@ class Verdict:
 def verdict(model: Description, server: Server) -> Verdict:
     """What a server makes of a model.
 
-    >>> model = Description("LlamaForCausalLM", {"model.layers.0.mlp.down_proj": Weight("linear", 64, 128, 3, 32)})
+    >>> weight = WeightSpec("linear", (64, 128), 3, stored="packed")
+    >>> model = Description("LlamaForCausalLM", {"model.layers.0.mlp.down_proj": weight})
     >>> print(verdict(model, SGLANG).reasons[0])
     its kernels take 4 or 8 bits, not 3 (model.layers.0.mlp.down_proj); 4 or 8 bits are served
     """
@@ -357,18 +318,26 @@ def verdict(model: Description, server: Server) -> Verdict:
     is_tried = server is TRANSFORMERS or model.architecture in server.tried.split()
     if not is_tried:
         notes.append(f"no {model.architecture} was tried with it")
-    if model.layout == "gemma" and server is TRANSFORMERS:
-        notes.append("from 5.23 on: older versions do not know quant_method gemma")
+    layout = LAYOUTS[model.layout]
+    if layout.is_for_transformers_alone and server is TRANSFORMERS:
+        least = layout.needs["transformers"].removesuffix(".0")
+        notes.append(
+            f"from {least} on: older versions do not know quant_method {layout.method}"
+        )
     has_half_scales = server.half_scales and not all(
-        weight.is_float or (weight.is_w8a8 and server.has_bytes)
+        not weight.is_served_as_codes or (weight.multiplies_bytes and server.has_bytes)
         for weight in model.weights.values()
     )
     if has_half_scales and model.scales == "float32":
         notes.append("scales are rounded to half precision there")
-    rounded = [weight for weight in model.weights.values() if weight.rounded]
-    if server.inputs and not all(w.is_w8a8 and server.has_bytes for w in rounded):
+    rounded = [weight for weight in model.weights.values() if weight.inputs]
+    if server.inputs and not all(
+        weight.multiplies_bytes and server.has_bytes for weight in rounded
+    ):
         notes.append(server.inputs)
-    elif server.has_bytes and any(w.rounded == "per_token" for w in rounded):
+    elif server.has_bytes and any(
+        weight.inputs and weight.inputs.scale == "per_token" for weight in rounded
+    ):
         notes.append(
             "it takes the largest magnitude of a token over 127 for its scale, not over 127.5"
         )
@@ -394,9 +363,10 @@ def _reasons(model: Description, server: Server) -> list[str]:
     ):
         instead = "classifiers of texts, tokens and images, decoders, and base models of one stack are served"
         reasons.append(f"{architecture} is not exported; {instead}")
-    if server is not TRANSFORMERS and model.layout == "gemma":
+    layout = LAYOUTS[model.layout]
+    if server is not TRANSFORMERS and layout.is_for_transformers_alone:
         reasons.append(
-            "it does not know transformers' quant_method gemma; any other layout is served"
+            f"it does not know transformers' quant_method {layout.method}; any other layout is served"
         )
     if server is TRANSFORMERS and model.unserved is not None:
         reasons.append(
@@ -417,7 +387,7 @@ def _reasons(model: Description, server: Server) -> list[str]:
 
 
 def _faults(
-    name: str, weight: Weight, server: Server
+    name: str, weight: WeightSpec, server: Server
 ) -> Iterator[tuple[str, int | None, str]]:
     """Yield why a server does not take a weight, the number that does not fit, if it is one, and what would be served.
 
@@ -429,18 +399,19 @@ def _faults(
     if weight.bits != FLOAT_BITS:
         for kind in server.without:
             is_matrix = kind == "experts" and ".experts." in name
-            if weight.kind.startswith(kind) or (is_matrix and not weight.is_float):
+            is_packed = is_matrix and weight.is_served_as_codes
+            if weight.kind.startswith(kind) or is_packed:
                 text, instead = _WITHOUT[kind]
                 yield text, None, instead
-    if not weight.is_float and re.search(server.in_float, name):
+    if weight.is_served_as_codes and re.search(server.in_float, name):
         yield (
             "it takes these layers in float, whatever the checkpoint holds",
             None,
             "name them in modules_to_not_convert, beside the output heads",
         )
-    is_packed = not weight.is_float and weight.kind != "embedding"
+    is_packed = weight.has_codes and weight.kind != "embedding"
     has_codes = weight.bits != FLOAT_BITS if server.repacks else is_packed
-    if not has_codes or (weight.is_w8a8 and server.has_bytes):
+    if not has_codes or (weight.multiplies_bytes and server.has_bytes):
         return
     if weight.format not in server.formats:
         yield (
@@ -449,11 +420,11 @@ def _faults(
             'format "int" is served',
         )
     legal = server.symmetric if weight.symmetric else server.asymmetric
-    bits = weight.bits if server.repacks else weight.width or weight.bits
+    bits = weight.bits if server.repacks else weight.width
     if bits not in legal:
         taken = f"{either(legal)} bits" + " with zero points" * (not weight.symmetric)
         yield f"its kernels take {taken}", bits, f"{taken} are served"
-    size = weight.group_size if weight.format == "int" else None
+    size = weight.row_size if weight.format == "int" else None
     if size and (size % server.multiple or size not in (server.groups or [size])):
         groups = either(server.groups) or f"a multiple of {server.multiple}"
         instead = f"group_size {groups}, or per channel, is served"
@@ -466,9 +437,9 @@ def _faults(
         (
             "columns (in_features)",
             64 if four_groups else server.columns,
-            weight.columns,
+            weight.shape[1],
         ),
-        ("rows (out_features)", server.rows, weight.rows),
+        ("rows (out_features)", server.rows, weight.shape[0]),
     ):
         if count % multiple:
             text = f"its kernels take a multiple of {multiple} {what}"
@@ -478,7 +449,7 @@ def _faults(
 def _unlike_siblings(model: Description) -> Iterator[tuple[str, str, list[str]]]:
     """Yield what a server that fuses layers does not take beside each other: why, what would be served, and names."""
     grids = dict.fromkeys(model.floats, "floats")
-    grids |= {name: weight.grid() for name, weight in model.weights.items()}
+    grids |= {name: weight.as_served for name, weight in model.weights.items()}
     # Where no layer has codes the files have the names of each.
     whole = [
         name
@@ -489,7 +460,7 @@ def _unlike_siblings(model: Description) -> Iterator[tuple[str, str, list[str]]]
         instead = "experts on symmetric grids of up to 8 bits are served"
         yield "it looks for each expert by its own name", instead, whole
     unlike: dict[str, list[str]] = {}
-    for unit, names in Inventory.units(grids).items():
+    for unit, names in fused_units(grids).items():
         different = sorted({grids[name] for name in names})
         if len(different) > 1:
             what = unit.rpartition(".")[2].replace("-", ", ")
@@ -498,177 +469,6 @@ def _unlike_siblings(model: Description) -> Iterator[tuple[str, str, list[str]]]
     instead = "all of them on the same grid, or all of them in float, are served"
     for what, names in unlike.items():
         yield f"it makes one layer of {what}", instead, names
-
-
-# ---- before training
-
-
-def check_served(inventory: Inventory, config: MoQConfig) -> None:
-    """Check that the servers in `serve` will take what a run delivers at its target precision.
-
-    Args:
-        inventory: With the layers that the config quantizes.
-        config: What will be done to them.
-
-    Raises:
-        MoQError: One will not: each reason with its layers, and what would be served.
-    """
-    lines = []
-    for bits in config.targets:
-        model = describe(inventory, config, bits)
-        for name in config.serve:
-            server = REQUIRED[name]
-            for reason in verdict(model, server).reasons:
-                lines.append(f"  - {server.name}: {reason}")
-    if lines:
-        raise MoQError(
-            "\n".join(["serve: what these servers cannot take", *dict.fromkeys(lines)])
-        )
-
-
-def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
-    """What a user of these servers should know before the first step."""
-    model = describe(inventory, config, config.targets[0])
-    servers = [REQUIRED[name] for name in dict.fromkeys(config.serve)]
-    lines = []
-    for server in servers:
-        for note in verdict(model, server).notes:
-            lines.append(f"serve: {server.name}: {note}")
-    if VLLM in servers:
-        for reason in verdict(model, VLLM_CPU).reasons:
-            lines.append(
-                f"serve: {VLLM_CPU.name} does not take it, which leaves CUDA: {reason}"
-            )
-    return lines
-
-
-def inputs_in_words(inventory: Inventory, config: MoQConfig) -> str:
-    """What the delivered folder computes with where training rounds the inputs of layers."""
-    for bits in config.targets:
-        fault = _float_inputs(inventory, config, bits)
-        if fault is not None:
-            return (
-                f"float activations, because {fault}; rounded inputs go with symmetric weights of nn.Linear layers: of "
-                "8 bits per channel (static; 2 to 8 with moq-hf pack --layout gemma), or of 2 to 8 bits (per_token)"
-            )
-    kinds = " and ".join(f"W{bits}A8" for bits in config.targets)
-    return f"rounded inputs ({kinds}, {config.activations.scale})"
-
-
-def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | None:
-    """Why the folder of a run that rounds inputs cannot say how; None if it can."""
-    if not config.activations.enabled:
-        return None
-    model = without_peft(inventory.model)
-    path = inventory.name_of(model)
-    faults: dict[str, list[str]] = {}
-    packed = []
-    has_lora = False
-    for name, spec in _specs(inventory, config, bits).items():
-        saved = (plain_name(name, ()) or "").removeprefix(f"{path}.")
-        if spec.inputs is not None and spec.input_fault is not None:
-            faults.setdefault(spec.input_fault, []).append(saved)
-        if form_of(spec, "packed") == "packed":
-            packed.append(saved)
-            added = () if inventory.merged else inventory.adapters
-            has_lora |= f"{name.removesuffix(ADAPTED)}lora_A" in added
-    for why, names in faults.items():
-        return f"{why} ({shortened(names)})"
-    try:
-        is_unpacked = is_unpacked_while_loading(model, packed)
-    except MoQError as error:
-        return str(error)
-    if is_unpacked:
-        return "transformers unpacks a model of its kind while loading"
-    if has_lora:
-        return "PEFT's LoRA wants the weights of packed layers, which are unpacked while loading for it"
-    if packed and inventory.table_bits and inventory.table_bits < 8:
-        return "tables of fewer than 8 bits are unpacked while loading"
-    return None
-
-
-def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, EncodeSpec]:
-    """How each quantized weight will be encoded, by name; scheduled ones with a choice of bits end at these."""
-    specs = {}
-    for name, module, parameter, kind in inventory.weights():
-        own = config.of(name)
-        width = own.bits if isinstance(own.bits, int) else bits
-        if name in inventory.experts:
-            # Servers meet the matrix of each expert.
-            _, rows, columns = matrix_of(module, parameter)
-        else:
-            weight: Any = module.weight
-            rows, columns = matrix_shape(shape_of(weight), kind)
-        is_table = kind == "embedding"
-        specs[name] = EncodeSpec(
-            kind,
-            (rows, columns),
-            inventory.table_bits or 0 if is_table else width,
-            grid_of(module, own, parameter, inventory.table_bits),
-            # A weight that a head shares with a table is stored as a table.
-            is_table=is_table or name in inventory.tied.values(),
-            matrices=() if kind == "experts" else None,
-            inputs=config.activations.grid if kind in ("linear", "conv1d") else None,
-            pack_bits=config.pack_bits or 0,
-        )
-    return specs
-
-
-def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
-    """Describe the model as it will be delivered if scheduled layers end at these bits, where there is a choice."""
-    model = pretrained(inventory.model)
-
-    def saved(name: str) -> str:
-        return plain_name(name, inventory.adapters) or ""
-
-    fault = _float_inputs(inventory, config, bits)
-    rounded = config.activations.scale if fault is None else None
-
-    floats = {
-        saved(name)
-        for name, module in inventory.modules.items()
-        if hasattr(module, "weight")
-    }
-    for name, module in inventory.modules.items():
-        for parameter in experts_parameters(module):
-            if f"{name}.{parameter}" not in inventory.experts:
-                floats.add(saved(f"{name}.{parameter}"))
-    weights: dict[str, Weight] = {}
-    for name, spec in _specs(inventory, config, bits).items():
-        weight = Weight(
-            spec.kind,
-            *spec.matrix_shape,
-            spec.bits,
-            spec.row_size,
-            spec.grid.symmetric,
-            has_codes(form_of(spec, "packed")),
-            None if spec.inputs is None else rounded,
-            spec.format,
-            spec.at(spec.bits).width,
-        )
-        # Beside packed layers, experts that are not split keep their name.
-        if name not in inventory.experts or not weight.packed:
-            weights[saved(name)] = weight
-            continue
-        parent, _, parameter = name.rpartition(".")
-        experts, *_ = matrix_of(inventory.experts[name], parameter)
-        for index in range(experts):
-            matrix = replace(weight, kind="linear")
-            weights[f"{saved(parent)}.{index}.{parameter}"] = matrix
-    for name, owner in inventory.tied.items():
-        # A weight that a head shares with a table is stored as a table.
-        is_table = isinstance(inventory.modules[name], nn.Embedding)
-        if is_table and saved(owner) in weights:
-            weights[saved(name)] = replace(weights.pop(saved(owner)), kind="embedding")
-    return Description(
-        architecture=without_fsdp(type(model)).__name__,
-        weights=weights,
-        floats=floats - weights.keys(),
-        is_encoder_decoder=bool(
-            getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-        ),
-        scales=config.grid.scale_dtype,
-    )
 
 
 def served_table(verdicts: Sequence[Verdict]) -> str:

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import MoQError, explained, listed, require
-from ..formats.stored import StoredLayer, by_matrix
+from ..formats.stored import by_matrix
 from ..grid import FP4
 from ..packed.files import new_path, staged
 from ..packed.state import check_taken
@@ -49,6 +49,7 @@ from ..packed.verify import stored_weights, verify_quantized
 from ..quantizer import Quantized, dequantize, per_weight
 from ..serving import GGUF
 from ..text import progress
+from ..weight_spec import WeightSpec
 from .floats import export_floats
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
@@ -254,7 +255,7 @@ class Blocks(NamedTuple):
     error: float
 
 
-def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
+def blocks_of(stored: Quantized, layer: WeightSpec, where: str) -> Blocks:
     """A layer's integers in blocks.
 
     Args:
@@ -267,7 +268,7 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
             float16.
 
     >>> import torch
-    >>> layer = StoredLayer("linear", 4, "packed", (1, 32), (1, 1), True, 0, 0)
+    >>> layer = WeightSpec("linear", (1, 32), 4, stored="packed")
     >>> stored = Quantized(torch.ones(1, 32, dtype=torch.int32), torch.tensor([[0.5]]), None)
     >>> blocks_of(stored, layer, "example").error
     0.0
@@ -418,7 +419,7 @@ class _Base:
         return places
 
     def fitted(
-        self, place: str, stored: Quantized, layer: StoredLayer, name: str
+        self, place: str, stored: Quantized, layer: WeightSpec, name: str
     ) -> Blocks:
         """A layer's blocks with the rows in the base's order.
 

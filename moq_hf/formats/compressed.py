@@ -10,10 +10,13 @@ from ..errors import MoQError
 from ..grid import FP4
 from ..quantizer import Quantized, dequantize, per_weight
 from ..seams.transformers import compress, decompress
-from .stored import EncodedWeight, EncodeSpec, StoredWeight
+from ..weight_spec import WeightSpec
+from .stored import EncodedWeight, StoredWeight
 
 
-def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
+def write(
+    values: Quantized, spec: WeightSpec, input_scale: Tensor | None, format: str
+) -> EncodedWeight:
     """The tensors of a weight in a format of compressed-tensors, and the config group that describes them.
 
     The library's grid is (code - zero) * scale with codes from -2^(bits-1), so zero
@@ -88,8 +91,8 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
             "strategy": "tensor" if is_static else "token",
             "dynamic": not is_static,
         }
-        if spec.input_scale is not None:
-            parts["input_scale"] = spec.input_scale
+        if input_scale is not None:
+            parts["input_scale"] = input_scale
     return EncodedWeight(parts, scheme)
 
 

@@ -8,14 +8,12 @@ scales of their own.
 from torch import Tensor, nn
 
 from ..quantizer import Quantized
+from ..weight_spec import MAX_PACKED_BITS, WeightSpec
 from . import compressed
-from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
-
-FORMAT = "int-quantized"
-WIDTH = 8
+from .stored import EncodedWeight, Form
 
 
-def fits(spec: EncodeSpec) -> bool:
+def fits(spec: WeightSpec) -> bool:
     """Whether a layer is a table of 2 to 8 bits, or one whose inputs are rounded to 8 bits as its weight is."""
     return (
         (spec.is_table or spec.multiplies_bytes)
@@ -24,9 +22,11 @@ def fits(spec: EncodeSpec) -> bool:
     )
 
 
-def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
+def write(
+    values: Quantized, spec: WeightSpec, input_scale: Tensor | None
+) -> EncodedWeight:
     """Codes in int8, scales and zero points."""
-    return compressed.write(values, spec, FORMAT)
+    return compressed.write(values, spec, input_scale, "int-quantized")
 
 
 def unsaved_buffers(name: str, table: nn.Module) -> dict[str, Tensor]:
@@ -42,4 +42,4 @@ def unsaved_buffers(name: str, table: nn.Module) -> dict[str, Tensor]:
     }
 
 
-read = compressed.read
+FORM = Form("int8", fits, write, compressed.read)

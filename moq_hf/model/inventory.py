@@ -43,13 +43,6 @@ _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 # of few bits may have their groups and range.
 _ROWS = Grid(PerChannel(), search="absmax")
 
-# Layers that vLLM and SGLang fuse into one, and what they call it.
-FUSED = {
-    ("q_proj", "k_proj", "v_proj"): "qkv_proj",
-    ("gate_proj", "up_proj"): "gate_up_proj",
-    ("query", "key", "value"): "qkv_proj",
-}
-
 
 @dataclass(frozen=True)
 class Inventory:
@@ -196,23 +189,6 @@ class Inventory:
         for layer in layers:
             blocks.setdefault(self.block_of(layer, measured), []).append(layer)
         return blocks
-
-    @staticmethod
-    def units(layers: Iterable[str]) -> dict[str, list[str]]:
-        """Group the layers that must have equal bits: those that servers fuse into one, and the experts of a layer.
-
-        >>> model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("q_proj", "k_proj", "o_proj", "v_proj")})
-        >>> Inventory.units(model)
-        {'q_proj-k_proj-v_proj': ['q_proj', 'k_proj', 'v_proj'], 'o_proj': ['o_proj']}
-        """
-        units: dict[str, list[str]] = {}
-        for layer in layers:
-            parent, _, last_part = layer.rpartition(".")
-            around, among, _ = f"{layer}.".partition(".experts.")
-            fused = next((names for names in FUSED if last_part in names), (last_part,))
-            unit = f"{around}.experts" if among else f"{parent}.{'-'.join(fused)}"
-            units.setdefault(unit.lstrip("."), []).append(layer)
-        return units
 
     def layer_blocks(
         self, layer_name: str | None = None, layer_num: int | None = None

@@ -18,7 +18,6 @@ from transformers.pytorch_utils import Conv1D
 from ..config import MoQConfig
 from ..config_fields import given_in, matches
 from ..errors import MOST_FAULTS, MoQError, shortened
-from ..formats.stored import MAX_PACKED_BITS
 from ..grid import Grouping, PerChannel
 from ..inputs import inputs_out_of_reach
 from ..names import adapted_layers, is_below, pretrained
@@ -33,7 +32,9 @@ from ..seams.transformers import (
     lora_fault,
     trains_tokens,
 )
-from ..serving import REQUIRED, check_served
+from ..serving import REQUIRED
+from ..weight_spec import MAX_PACKED_BITS
+from .delivery import check_served
 from .inventory import (
     CONVOLUTIONS,
     LINEARS,

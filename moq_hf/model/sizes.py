@@ -5,9 +5,9 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from types import ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 
 from ..config import MoQConfig
 from ..errors import MoQError, either, explained
-from ..formats import mxfp4, pack_quantized
-from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
+from ..formats import pack_quantized
+from ..formats.layout import LayoutSpec
+from ..formats.stored import EncodedWeight
 from ..formats.table import (
     FORMS,
     LAYOUTS,
     TAKEN_APART,
-    Layout,
     at_full_size,
-    form_of,
+    first_layout,
     has_gaps,
     lacking,
     needs_of,
@@ -37,47 +37,12 @@ from ..schedule import FLOAT_BITS
 from ..seams.sentence_transformers import body_of
 from ..seams.transformers import initialize_again, original_format, takes_apart
 from ..weight_matrix import is_experts
+from ..weight_spec import DENSE, MAX_PACKED_BITS, WeightSpec
 from .inventory import Inventory, is_convolution
 
 TABLE = "embedding table"
 # Length of safetensors' names of dtypes that are not three letters long.
 _LETTERS = {torch.bfloat16: 4, torch.bool: 4, torch.int8: 2, torch.uint8: 2}
-
-
-class _Weight(NamedTuple):
-    """A quantized weight: its layer, its counts of numbers and scales, the bits of its dtype, whether it is a table."""
-
-    layer: QuantLayer
-    numbers: int
-    scales: int
-    full: int
-    is_table: bool
-
-    @property
-    def bits(self) -> int:
-        """All of its bits now, those of its own dtype where it is not quantized."""
-        now = self.layer.moq.bits
-        return self.numbers * (self.full if now == FLOAT_BITS else now)
-
-    def misfit(self, bits: int) -> str | None:
-        """Why it is saved as floats at a number of bits; None if it is not."""
-        spec = EncodeSpec.of(self.layer, self.is_table).at(bits)
-        if _form(spec).FORMAT is not None:
-            return None
-        return pack_quantized.misfit(spec)
-
-    def saved(self, width: int | None) -> int:
-        """Its bits in the files, with its scales: `width` for all packed codes; None takes its own, 8 in a table."""
-        spec = EncodeSpec.of(self.layer, self.is_table)
-        form = _form(spec)
-        if form.FORMAT is None:
-            return self.numbers * self.full
-        own: int = getattr(form, "WIDTH", spec.width)
-        bits = width or own
-        of_scale = 8 * spec.scale_dtype.itemsize if spec.format == "int" else 8
-        if not spec.grid.symmetric:
-            of_scale += 8  # A zero point.
-        return self.numbers * bits + self.scales * of_scale
 
 
 def _kinds(inventory: Inventory) -> dict[int, str]:
@@ -94,9 +59,26 @@ def _kinds(inventory: Inventory) -> dict[int, str]:
     return found
 
 
-def _form(spec: EncodeSpec) -> ModuleType:
-    # Experts of GPT-OSS have a layout of their own.
-    return mxfp4 if mxfp4.fits(spec) else FORMS[form_of(spec, "packed")]
+def _tensors_of(spec: WeightSpec) -> dict[str, Tensor]:
+    """The tensors that a folder holds of a weight, by their names, on the meta device."""
+    encoded = EncodedWeight({"weight": _on_meta(spec.full_shape, spec.dtype)})
+    if spec.has_codes:
+        codes = _on_meta(spec.shape, torch.int32)
+        scale = _on_meta(spec.scales, torch.float32)
+        zero = None if spec.symmetric else scale.int()
+        write = FORMS[spec.stored].write
+        encoded = write(Quantized(codes, scale, zero), spec, None)
+    return encoded.named(spec)
+
+
+@functools.cache
+def _bytes_of(spec: WeightSpec) -> int:
+    """Bytes of a weight in a folder, but for the shapes that stand beside packed codes."""
+    if spec.matrices is not None:
+        # As one matrix they are as large.
+        spec = replace(spec, matrices=("matrix",))
+    tensors = _tensors_of(spec)
+    return sum(t.nbytes for name, t in tensors.items() if not name.endswith("shape"))
 
 
 class ModelSizes:
@@ -122,9 +104,10 @@ class ModelSizes:
         for layer in layers.values():
             owners.setdefault(id(layer.weight), layer)
         self._inventory = inventory
-        self._weights: list[_Weight] = []
+        self._weights: list[tuple[QuantLayer, WeightSpec]] = []
         self.left: dict[str, list[int]] = {}
         others = self._others_bits = 0
+        self.quantized = self._float_bits = 0
         seen = set[int]()
         for name, parameter in inventory.parameters():
             left = inventory.merged and inventory.is_added(name)
@@ -135,18 +118,21 @@ class ModelSizes:
             full = 8 * parameter.element_size()
             if id(parameter) in owners:
                 layer = owners[id(parameter)]
-                groups = layer.moq.grid.shape(*layer.matrix_shape)
                 is_table = kinds.get(id(parameter)) == TABLE
-                self._weights.append(
-                    _Weight(layer, count, groups[0] * groups[1], full, is_table)
-                )
+                spec = WeightSpec.of(layer, is_table=is_table)
+                self._weights.append((layer, spec))
+                self.quantized += count
+                self._float_bits += count * full
             else:
                 others += count
                 self._others_bits += count * full
                 if id(parameter) in kinds:
                     self.left.setdefault(kinds[id(parameter)], []).append(count)
-        self.quantized = sum(weight.numbers for weight in self._weights)
         self.total = self.quantized + others
+        model = pretrained(inventory.model)
+        self._model_type = str(
+            getattr(getattr(model, "config", None), "model_type", "")
+        )
 
     @property
     def share(self) -> float:
@@ -161,19 +147,18 @@ class ModelSizes:
     @property
     def mean_bits(self) -> float:
         """Bits per parameter of the whole model now; a parameter that is not quantized has those of its dtype."""
-        return (self._others_bits + sum(w.bits for w in self._weights)) / self.total
+        return (self._others_bits + sum(map(_bits_of, self._now()))) / self.total
 
     @property
     def layer_bits(self) -> float:
         """The mean bits of the weights of quantized layers now, embedding tables apart."""
-        layers = [w for w in self._weights if not isinstance(w.layer, QuantEmbedding)]
-        return sum(w.bits for w in layers) / sum(w.numbers for w in layers)
+        layers = [spec for spec in self._now() if spec.kind != "embedding"]
+        return sum(map(_bits_of, layers)) / sum(math.prod(x.shape) for x in layers)
 
     @property
     def float_mb(self) -> float:
         """Megabytes (10^6 bytes) of the parameters in their own dtypes."""
-        quantized_bits = sum(weight.numbers * weight.full for weight in self._weights)
-        return (self._others_bits + quantized_bits) / 8e6
+        return (self._others_bits + self._float_bits) / 8e6
 
     @property
     def mb(self) -> float:
@@ -183,18 +168,27 @@ class ModelSizes:
         others take their current bits, a byte in an embedding table, or all take as
         many bits as the largest, whichever is less; see `has_one_width`.
         """
-        own = self._saved(None)
-        alike = self._saved(_widest(self._weights))
+        own, alike = self._sizes()
         if own != alike and self.is_unpacked:
-            # All codes are as wide as the widest, and tables that would widen them more
-            # than it saves stay floats.
-            layers = [weight for weight in self._weights if not weight.is_table]
-            width = _widest(layers)
-            own = sum(
-                weight.numbers * weight.full if weight.is_table else weight.saved(width)
-                for weight in self._weights
-            )
-        return (self._others_bits + min(own, alike)) / 8e6
+            own = alike
+        return self._others_bits / 8e6 + min(own, alike) / 1e6
+
+    def _now(self) -> list[WeightSpec]:
+        return [spec.at(layer.moq.bits) for layer, spec in self._weights]
+
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of the weights in the layout that comes first, and in the one whose codes have one width."""
+        specs = {str(number): spec for number, spec in enumerate(self._now())}
+        layouts = [self._first(specs.values()), LAYOUTS["unpacked"]]
+        placed = [layout.placed(specs).values() for layout in layouts]
+        own, alike = (
+            sum(_bytes_of(replace(spec, name="")) for spec in folder)
+            for folder in placed
+        )
+        return own, alike
+
+    def _first(self, specs: Collection[WeightSpec]) -> LayoutSpec:
+        return first_layout(self._model_type, specs) or LAYOUTS["packed"]
 
     def at_full_size(self, config: MoQConfig) -> str | None:
         """Which layers will be saved as floats at their targets, and why; None if none will."""
@@ -204,18 +198,18 @@ class ModelSizes:
             takes_apart(model, packed)
             for packed in ((), _linear_layers(self._inventory))
         )
-        for weight in self._weights:
-            name = weight.layer.moq.name
-            own = config.of(name)
+        for _, spec in self._weights:
+            own = config.of(spec.name)
             # A budget may give any of its choices.
-            is_fixed = own.budget is None and not isinstance(
-                weight.layer, QuantEmbedding
-            )
-            why = weight.misfit(own.targets[0] if is_fixed else MAX_PACKED_BITS)
+            is_fixed = own.budget is None and spec.kind != "embedding"
+            at = spec.at(own.targets[0] if is_fixed else MAX_PACKED_BITS)
+            why = pack_quantized.misfit(at)
+            if self._first([at]).form_of(at).name != DENSE:
+                why = None
             if why is None and is_taken_apart:
                 why = TAKEN_APART
             if why is not None:
-                reasons.setdefault(why, []).append(name)
+                reasons.setdefault(why, []).append(spec.name)
         if not reasons:
             return None
         text = at_full_size(reasons, len(self._weights))
@@ -224,50 +218,45 @@ class ModelSizes:
 
     def lacks(self, config: MoQConfig) -> str | None:
         """What is too old here to load the model as it will be delivered, and the ways out; None if nothing is."""
-        specs: dict[str, list[EncodeSpec]] = {"packed": [], "int8": [], "mxfp4": []}
-        of_experts: list[int] = []
-        for weight in self._weights:
-            name = weight.layer.moq.name
-            spec = EncodeSpec.of(weight.layer, weight.is_table)
-            is_table = isinstance(weight.layer, QuantEmbedding)
-            targets = (spec.bits,) if is_table else config.of(name).targets
-            for bits in targets:
-                at = spec.at(bits)
-                form = "mxfp4" if mxfp4.fits(at) else form_of(at, "packed")
-                specs.setdefault(form, []).append(at)
-            if is_experts(spec.kind) and len(targets) == 1:
-                of_experts.append(spec.at(targets[0]).width)
-        packed = specs["packed"]
-        if not packed and not specs["int8"] and not specs["mxfp4"]:
-            return None
+        fixed: dict[str, WeightSpec] = {}
+        choices: list[WeightSpec] = []
+        for _, spec in self._weights:
+            targets: Sequence[int] = config.of(spec.name).targets
+            if spec.kind == "embedding":
+                targets = (spec.bits,)
+            if len(targets) == 1:
+                fixed[spec.name] = spec.at(targets[0])
+            else:
+                choices += map(spec.at, targets)
+        layout = self._first(fixed.values())
+        is_packed = layout is LAYOUTS["packed"]
+        if is_packed and lacking(LAYOUTS["unpacked"].needs) and self.is_unpacked:
+            layout = LAYOUTS["unpacked"]
+        placed = list(layout.placed(fixed).values())
         # All experts are as wide as the widest.
-        widths = {
-            max([at.width, *(of_experts if is_experts(at.kind) else ())])
-            for at in packed
-        }
-        layout: Layout = "packed"
-        if lacking(LAYOUTS["unpacked"].needs) and self.is_unpacked:
-            layout = "unpacked"
-        if specs["mxfp4"]:
-            layout = "mxfp4"
-        is_fp4 = any(at.format != "int" for at in packed)
-        missing = lacking(needs_of(layout, widths, is_fp4))
+        least = max((x.width for x in placed if is_experts(x.kind)), default=0)
+        for spec in choices:
+            if is_experts(spec.kind):
+                spec = replace(spec, pack_bits=max(spec.pack_bits, least))
+            placed += layout.placed({spec.name: spec}).values()
+        missing = lacking(needs_of(layout, placed))
         if not missing:
             return None
         ways = ["install that"]
-        if layout != "packed":
-            what = f"{type(pretrained(self._inventory.model)).__name__} is delivered {LAYOUTS[layout].delivered}"
+        packed = [spec for spec in placed if spec.stored == "packed"]
+        if layout is not LAYOUTS["packed"]:
+            what = f"{type(pretrained(self._inventory.model)).__name__} is delivered {layout.delivered}"
             if self._inventory.adapters and not self._inventory.merged:
                 ways.append('set "lora": "merged"')
-        elif is_fp4:
+        elif any(spec.format != "int" for spec in packed):
             what = "codes that are floats are delivered packed"
             ways.append('set quantize_format to "int"')
         else:
-            gaps = sorted(filter(has_gaps, widths))
+            gaps = sorted({x.width for x in packed if has_gaps(x.width)})
             what = f"codes of {either(gaps)} bits are delivered packed"
             container = 4 if gaps == [3] else 8
             ways.append("take 2, 4 or 8 bits")
-            codes = sum(math.prod(at.matrix_shape) for at in packed if at.width in gaps)
+            codes = sum(math.prod(x.shape) for x in packed if x.width in gaps)
             ways.append(
                 f"set pack_bits to {container}, which keeps the codes as they are, in {container} bits each: "
                 f"{codes * container / 8e6:.3g} MB for those of {either(gaps)} bits"
@@ -286,17 +275,15 @@ class ModelSizes:
         Only a model that is unpacked while loading can have a table in fewer than 8
         bits, and then all codes have one width.
         """
-        return self._saved(_widest(self._weights)) < self._saved(None)
-
-    def _saved(self, width: int | None) -> int:
-        return sum(weight.saved(width) for weight in self._weights)
+        own, alike = self._sizes()
+        return alike < own
 
 
-def _widest(weights: Iterable[_Weight]) -> int:
-    """The most bits of a code; 0 where there are none."""
-    specs = [EncodeSpec.of(weight.layer, weight.is_table) for weight in weights]
-    widths = [spec.width for spec in specs if spec.bits <= MAX_PACKED_BITS]
-    return max(widths, default=0)
+def _bits_of(spec: WeightSpec) -> int:
+    """All bits of a weight without its scales, those of its own dtype where it is not quantized."""
+    is_float = spec.bits == FLOAT_BITS
+    bits = 8 * spec.dtype.itemsize if is_float else spec.bits
+    return math.prod(spec.shape) * bits
 
 
 class FileSize:
@@ -395,19 +382,12 @@ class FileSize:
 
     def _tensors(self, name: str, bits: int) -> dict[str, Tensor]:
         """Return the tensors that stand for a layer's weight, on the meta device."""
-        layer = self._layers[name]
-        spec = EncodeSpec.of(layer, name in self._tables, None)
-        spec = spec.at(bits)
-        form = FORMS[form_of(spec, "packed")]
-        weight = _on_meta(shape_of(layer.float_weight), spec.dtype)
-        encoded = EncodedWeight({"weight": weight})
-        if form.FORMAT is not None:
-            codes = _on_meta(spec.matrix_shape, torch.int32)
-            scale = _on_meta(spec.grid.shape(*spec.matrix_shape), torch.float32)
-            zero = None if spec.grid.symmetric else scale.int()
-            encoded = form.write(Quantized(codes, scale, zero), spec)
         tied = [other for other, owner in self._inventory.tied.items() if owner == name]
-        return encoded.named(name, layer.kind, tied)
+        layer, is_table = self._layers[name], name in self._tables
+        spec = WeightSpec.of(layer, is_table=is_table, tied=tied, matrices=None)
+        spec = replace(spec.at(bits), name=name)
+        form = LAYOUTS["packed"].form_of(spec)
+        return _tensors_of(replace(spec, stored=form.name))
 
 
 def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from transformers.training_args import OptimizerNames
 
 from ..config import MoQConfig
 from ..errors import read_json
-from ..formats.table import LAYOUTS, Layout, has_codes
+from ..formats.table import LAYOUTS, Layout
 from ..lora import is_merged
 from ..names import without_peft
 from ..schedule import FLOAT_BITS
@@ -219,10 +219,10 @@ def _made(saved: Verification) -> str:
     codes = {
         "integers" if layer.format == "int" else layer.format.upper()
         for layer in layers
-        if has_codes(layer.stored)
+        if layer.has_codes
     }
     stored = f"packed {' and '.join(sorted(codes))} in the format `{_format(saved)}`"
-    if not all(has_codes(layer.stored) for layer in layers):
+    if not all(layer.has_codes for layer in layers):
         stored += ", or floats on their grid; see the table"
     now, before = megabytes(saved.file_bytes), megabytes(saved.float_bytes)
     how = "" if saved.state["step"] is None else " while it trained,"

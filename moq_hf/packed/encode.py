@@ -8,7 +8,6 @@ in the module `output`. So a pattern has the list of blocks, the numbers of the 
 and the last part of the layer's name.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,28 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import quantizer
-from ..errors import MoQError, shortened
-from ..formats import gemma, int_quantized, mxfp4, pack_quantized
-from ..formats.stored import (
-    MAX_PACKED_BITS,
-    EncodedWeight,
-    EncodeSpec,
-    Form,
-    SharedScheme,
-    StoredLayer,
-)
-from ..formats.table import (
-    FORMS,
-    LAYOUTS,
-    TAKEN_APART,
-    Layout,
-    form_of,
-    has_codes,
-    needs_of,
-)
-from ..grid import Format
+from ..errors import MoQError
+from ..formats import int_quantized, pack_quantized
+from ..formats.stored import EncodedWeight
+from ..formats.table import FORMS, LAYOUTS, TAKEN_APART, Layout, needs_of
 from ..model.convert import beyond
-from ..model.inventory import FUSED, LINEARS, Inventory
+from ..model.inventory import LINEARS, Inventory
 from ..names import plain_name
 from ..processes import device_of, shape_of
 from ..quant_linear import QuantLayer
@@ -47,11 +30,12 @@ from ..schedule import FLOAT_BITS
 from ..seams.transformers import (
     matrices_in_files,
     original_format,
-    stays_float,
     takes_apart,
 )
+from ..serving import FUSED
 from ..text import dtype_name
 from ..weight_matrix import from_rows, is_experts, parameter_of, to_rows
+from ..weight_spec import FLOAT, WeightSpec
 
 _Value = TypeVar("_Value")
 # The config group of packed experts.
@@ -77,6 +61,8 @@ class Encoder:
     Attributes:
         forms: Each layer's form: one of `FORMS`, or "float" for one that is not
             quantized yet.
+        has_codes: Whether any layer is stored as codes.
+        widths: The bits that codes have in the files.
         packed: The layers whose modules hold packed weights after loading.
         groups: The config groups so far, without the layers that they are for.
         stored: What `moq_state.json` says of each layer that was stored.
@@ -100,8 +86,9 @@ class Encoder:
         self.tied = tied or {}
         self.groups: dict[str, dict[str, Any]] = {}
         self._members: dict[str, list[str]] = {}
-        self.stored: dict[str, StoredLayer] = {}
+        self.stored: dict[str, WeightSpec] = {}
         self.names: dict[str, str] | None = None
+        self._layout = LAYOUTS[layout]
         model = self._model = inventory.model
         modules = without_peft_names(inventory.modules, inventory.adapters)
         self._linears = [
@@ -116,45 +103,25 @@ class Encoder:
         self._patterns = Patterns(
             matched, lists, str(getattr(model, "base_model_prefix", ""))
         )
-        self.tables = {
-            name
-            for name, layer in layers.items()
-            if layer.kind == "embedding" or self.tied.get(name)
-        }
-        shared = self._shared_scheme() if layout == "unpacked" else None
-        self._specs = {
-            name: self._spec(model, name, layer, shared)
-            for name, layer in layers.items()
-        }
-        self.rounds_inputs = LAYOUTS[layout].has_inputs and self._round_inputs()
-        self.forms = {name: self._form(name) for name in layers}
-        specs = self._specs
-        unfit = [
-            n for n, f in self.forms.items() if f == "dense" and not specs[n].in_float
-        ]
-        if layout == "gemma" and unfit:
-            raise MoQError(
-                f"layout gemma has no place for {shortened(unfit)}: it {gemma.LEGAL}"
-            )
-        if layout == "mxfp4" and layout not in self.forms.values():
-            raise MoQError(
-                "layout mxfp4 is that of GPT-OSS, whose experts must be in MXFP4 (format); without it a "
-                "layout is found for any model"
-            )
-        packed = [n for n, form in self.forms.items() if form in ("packed", "gemma")]
+        specs = {name: self._spec(name, layer) for name, layer in layers.items()}
+        self.tables = {name for name, spec in specs.items() if spec.is_table}
+        rounded = self._with_inputs(specs) if self._layout.has_inputs else None
+        self.rounds_inputs = bool(rounded)
+        self._specs = self._layout.placed(specs | (rounded or {}))
+        misfit = self._layout.misfit(self._specs.values())
+        if misfit is not None:
+            raise MoQError(f"layout {layout} {misfit}")
+        self.forms = {name: spec.stored for name, spec in self._specs.items()}
+        packed = [n for n, form in self.forms.items() if _stays_packed(form)]
         self._matrices = {
             name: self._specs[name].matrices or ()
             for name in packed
             if is_experts(layers[name].kind)
         }
         self.packed = [name for name in packed if name not in self._matrices]
-        # Layers that are unpacked while loading all have codes as wide as the widest
-        # one's. So have packed experts in any layout.
-        same_width = list(self._matrices) if shared is None else packed
-        width = max([2, *(self._specs[name].width for name in same_width)])
-        for name in same_width:
-            self._specs[name] = replace(self._specs[name], width=width)
-        coded = [self._specs[n] for n, form in self.forms.items() if has_codes(form)]
+        coded = [spec for spec in self._specs.values() if spec.has_codes]
+        self.has_codes = bool(coded)
+        self.widths = {spec.width for spec in coded}
         self.dtypes = {dtype_name(spec.dtype) for spec in coded}
         scales = {
             dtype_name(spec.scale_dtype) for spec in coded if spec.format == "int"
@@ -167,23 +134,14 @@ class Encoder:
             if parameter.is_floating_point() and not inventory.is_added(name)
         }
         dtypes = self.dtypes | scales
-        if layout == "unpacked":
+        if self._layout.unpacks:
             dtypes = self.model_dtypes
         self.dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
 
     @property
     def is_asymmetric(self) -> bool:
         """Whether packed layers have zero points."""
-        return any(not self.layers[name].moq.grid.symmetric for name in self.packed)
-
-    @property
-    def widths(self) -> set[int]:
-        """The bits that codes have in the files."""
-        return {
-            self._specs[name].width or self.layers[name].moq.bits
-            for name, form in self.forms.items()
-            if has_codes(form)
-        }
+        return any(not self._specs[name].grid.symmetric for name in self.packed)
 
     @property
     def needs_bfloat16(self) -> bool:
@@ -193,10 +151,7 @@ class Encoder:
     @property
     def needs(self) -> dict[str, str]:
         """The least versions of the libraries that load the folder."""
-        packed = [self._specs[n] for n, form in self.forms.items() if form == "packed"]
-        layout = self.layout if any(map(has_codes, self.forms.values())) else "floats"
-        widths = {spec.width for spec in packed}
-        return needs_of(layout, widths, any(spec.format != "int" for spec in packed))
+        return needs_of(self._layout, self._specs.values())
 
     @property
     def misleads_older(self) -> bool:
@@ -205,97 +160,47 @@ class Encoder:
         They do not unpack experts, and look for packed layers under the names that the
         modules have today.
         """
-        return bool(self._matrices or self.names or self.layout == "gemma")
+        is_known = not self._layout.is_for_transformers_alone
+        return bool(self._matrices or self.names or not is_known)
 
-    def _shared_scheme(self) -> SharedScheme:
-        linears = [
-            layer
-            for n, layer in self.layers.items()
-            if n not in self.tables
-            and (layer.kind == "linear" or is_experts(layer.kind))
-        ] or list(self.layers.values())
-        grids = [layer.moq.grid for layer in linears]
-        # Layers of other groups repeat their scales: `overrides` may say any.
-        row_size = math.gcd(*(grid.grouping.row_size or 0 for grid in grids)) or None
-        width = widest = table_size = others_size = 0
-        for name, layer in self.layers.items():
-            if layer.moq.bits <= MAX_PACKED_BITS:
-                size = shape_of(layer.float_weight).numel()
-                widest = max(widest, layer.moq.bits)
-                if name in self.tables:
-                    table_size += size
-                else:
-                    others_size += size
-                    width = max(width, layer.moq.bits)
-        # Tables stay floats where the files would grow by giving all other codes their
-        # bits.
-        growth = (widest - width) * others_size
-        saved = (8 * torch.float32.itemsize - widest) * table_size
-        format, *others = _formats_of(linears)
-        format = "int" if others else format
-        return SharedScheme(row_size, grids[0].symmetric, growth <= saved, format)
-
-    def _spec(
-        self,
-        model: nn.Module,
-        name: str,
-        layer: QuantLayer,
-        shared: SharedScheme | None,
-    ) -> EncodeSpec:
+    def _spec(self, name: str, layer: QuantLayer) -> WeightSpec:
         matrices = None
         if layer.kind == "experts":
             same = [each for each in self.layers.values() if each.kind == "experts"]
             # They have one scheme in the files.
-            if len(_formats_of(same)) == 1:
-                matrices = matrix_names(model, name, shape_of(layer.float_weight))
-        in_float = self.layout == "gemma" and (
-            layer.kind not in ("linear", "conv1d", "embedding")
-            or name in self.tied
-            or stays_float(model, name, layer)
-        )
-        return replace(
-            EncodeSpec.of(layer, name in self.tables, matrices),
-            shared=shared,
-            in_float=in_float,
-        )
+            if len({each.moq.precision.format for each in same}) == 1:
+                shape = shape_of(layer.float_weight)
+                matrices = matrix_names(self._model, name, shape)
+        tied = self.tied.get(name, ())
+        is_table = layer.kind == "embedding" or bool(tied)
+        spec = WeightSpec.of(layer, is_table=is_table, tied=tied, matrices=matrices)
+        spec = replace(spec, name=name)
+        left_alone = self._layout.leaves_alone(self._model, spec, layer)
+        return replace(spec, left_alone=left_alone)
 
-    def _round_inputs(self) -> bool:
-        """Give the specs what the layers' inputs are rounded with, if all of them can be delivered so."""
-        specs = {}
+    def _with_inputs(self, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
+        """The specs of layers whose inputs are rounded, with how; none where the files cannot say that of all."""
+        found = {}
         for name, layer in self.layers.items():
             inputs = layer.moq.inputs
             if inputs is None:
                 continue
-            scale = None if inputs.scale is None else inputs.scale.float().cpu()
-            spec = replace(self._specs[name], inputs=inputs.grid, input_scale=scale)
-            has_scale = scale is not None or inputs.grid.scale == "per_token"
-            is_trained = inputs.active and has_scale and not layer.moq.blend
-            is_taken = spec.input_fault is None
-            if self.layout == "gemma":
-                is_taken = gemma.takes_inputs(spec, inputs.grid)
-            if not is_trained or not is_taken:
-                return False
-            specs[name] = spec
-        self._specs |= specs
-        return bool(specs)
-
-    def _form(self, name: str) -> Form:
-        state = self.layers[name].moq
-        return (
-            "float"
-            if state.bits == FLOAT_BITS or state.blend
-            else form_of(self._specs[name], self.layout)
-        )
+            found[name] = spec = replace(specs[name], inputs=inputs.grid)
+            has_scale = inputs.scale is not None or inputs.grid.scale == "per_token"
+            is_trained = inputs.active and has_scale and not spec.blended
+            if not is_trained or not self._layout.takes_inputs(spec):
+                return {}
+        return found
 
     def why_in_float(self, name: str) -> str:
         """Why the files have no codes for a layer, in words."""
         if self.forms[name] == "float":
             return "training ended before they were at their bits"
         spec = self._specs[name]
-        fault = None if spec.in_float else pack_quantized.misfit(spec)
+        fault = None if spec.left_alone else pack_quantized.misfit(spec)
         if fault is None and self.layout == "floats" and takes_apart(self._model, ()):
             return TAKEN_APART
-        return fault or LAYOUTS[self.layout].stays
+        return fault or self._layout.stays
 
     def store(self, name: str, saved: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The tensors that the files hold of a layer's weight, by name.
@@ -310,8 +215,6 @@ class Encoder:
         layer = self.layers[name]
         state = layer.moq
         spec = self._specs[name]
-        form = self.forms[name]
-        tied = self.tied.get(name, ())
 
         def handed(values: Tensor) -> Tensor:
             if state.lora and not layer.float_weight.is_meta:
@@ -325,10 +228,9 @@ class Encoder:
         merged = state.merged(handed(source), lambda part: handed(saved(part)))
         parameter = merged.to(source.dtype)
         weight = to_rows(parameter, spec.kind).contiguous()
-        spec = replace(spec, shape=parameter.shape, dtype=weight.dtype)
+        spec = replace(spec, full_shape=tuple(parameter.shape), dtype=weight.dtype)
         ratio = None if state.ratio is None else state.ratio.to(weight.device)
-        scales = (0, 0)
-        if form == "float":
+        if spec.stored == FLOAT:
             if state.bits != FLOAT_BITS:
                 weight = quantizer.fake_quantize(
                     weight,
@@ -356,36 +258,26 @@ class Encoder:
                 dense = quantizer.dequantize(*values, dtype=weight.dtype)
                 if not dense.isfinite().all():
                     raise MoQError(beyond(parameter_of(name, spec.kind), weight.dtype))
-            scales = state.grid.shape(*spec.matrix_shape)
             on_cpu: list[Any] = [
                 None if part is None else part.cpu() for part in values
             ]
-            encoded = FORMS[form].write(quantizer.Quantized(*on_cpu), spec)
-        matrices = self._matrices.get(name)
-        # Those of experts have their whole names.
-        parts = encoded.parts if matrices else encoded.named(name, spec.kind, tied)
-        if form == "mxfp4":
-            parts = {
-                name + mxfp4.ENDINGS[part]: tensor
-                for part, tensor in encoded.parts.items()
-            }
-        self.stored[name] = StoredLayer(
-            kind=spec.kind,
-            bits=state.bits,
-            stored=form,
-            shape=spec.matrix_shape,
-            scales=scales,
-            symmetric=state.grid.symmetric,
-            full=state.precision.is_full,
-            format=spec.format,
+            input_scale = None
+            if spec.inputs is not None and state.inputs is not None:
+                input_scale = state.inputs.scale
+            if input_scale is not None:
+                input_scale = input_scale.float().cpu()
+            write = FORMS[spec.stored].write
+            encoded = write(quantizer.Quantized(*on_cpu), spec, input_scale)
+        spec = replace(spec, matrices=self._matrices.get(name))
+        parts = encoded.named(spec)
+        self.stored[name] = replace(
+            spec,
             bytes=sum(tensor.nbytes for tensor in parts.values()),
             bytes_before=weight.nbytes,
             group=None if encoded.scheme is None else self._group(name, encoded.scheme),
-            grid=encoded.grid,
-            tied=tuple(tied),
-            matrices=matrices,
+            grid_text=encoded.grid,
         )
-        if form == "int8" and layer.kind == "embedding":
+        if spec.stored == "int8" and layer.kind == "embedding":
             parts |= int_quantized.unsaved_buffers(name, layer)
         return parts
 
@@ -437,36 +329,19 @@ class Encoder:
         """The quantization config for `config.json`; None if every layer is dense."""
         if not self.groups:
             return None
-        if self.layout == "mxfp4":
-            return mxfp4.CONFIG
-        formats = {group["format"] for group in self.groups.values()}
         grouped = set().union(*self._members.values())
         has_tables = not self.tables.isdisjoint(self.packed)
         named = self._patterns.names if has_tables else self._linears
         ungrouped = [name for name in named if name not in grouped]
         targets, ignore = self._patterns.of(self._members, ungrouped)
-        if self.layout == "gemma":
-            widths = {
-                self.groups[name]["weights"]["num_bits"]: patterns
-                for name, patterns in targets.items()
-            }
-            return gemma.config(widths, ignore, has_tables)
         if _EXPERTS in self.groups:
             matrices = set().union(*self._matrices.values())
             targets[_EXPERTS] = [matrix_pattern(matrices)]
-        return {
-            "config_groups": {
-                name: {"targets": targets[name], **group}
-                for name, group in self.groups.items()
-            },
-            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-            "quantization_status": "compressed",
-            "ignore": ignore,
-        }
+        return self._layout.config(self.groups, targets, ignore, has_tables)
 
 
-def _formats_of(layers: Iterable[QuantLayer]) -> set[Format]:
-    return {layer.moq.precision.format for layer in layers}
+def _stays_packed(form: str) -> bool:
+    return form != FLOAT and FORMS[form].stays_packed
 
 
 def matrix_names(

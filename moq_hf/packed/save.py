@@ -24,9 +24,7 @@ from ..errors import (
     shortened,
     write_json,
 )
-from ..formats import mxfp4
-from ..formats.stored import EncodeSpec
-from ..formats.table import LAYOUTS, Layout, at_full_size, has_codes, lacking
+from ..formats.table import LAYOUTS, Layout, at_full_size, first_layout, lacking
 from ..lora import is_merged
 from ..model.convert import quant_layers, quantized_layers
 from ..model.inventory import Inventory
@@ -49,6 +47,7 @@ from ..seams.transformers import (
 from ..text import quoted
 from ..training.controller import MoQController, handed_dtype
 from ..weight_matrix import parameter_of
+from ..weight_spec import WeightSpec
 from .card import how_to_load, write_card, write_run_card
 from .encode import Encoder, without_peft_names
 from .files import (
@@ -576,10 +575,12 @@ class _Saving:
         Raises:
             MoQError: It cannot load the one that is wanted.
         """
-        if wanted is None and self._is_gpt_oss():
-            return ["mxfp4", "floats"]
+        specs = [WeightSpec.of(layer) for layer in self.layers.values()]
+        first = first_layout(self.model.config.model_type, specs)
+        if wanted is None and first is not None:
+            return [first.name, "floats"]
         encoder = self._encoder(wanted or "packed")
-        if not any(map(has_codes, encoder.forms.values())):
+        if not encoder.has_codes:
             return ["floats"]
         unpacks = is_unpacked_while_loading(
             without_peft(self.whole_model), encoder.packed
@@ -609,12 +610,6 @@ class _Saving:
                 f"transformers cannot answer with this model in the layout {wanted}: leave layout out"
             )
         return [wanted]
-
-    def _is_gpt_oss(self) -> bool:
-        """Whether the model has experts in MXFP4, and there is a layout for them."""
-        specs = (EncodeSpec.of(layer, False) for layer in self.layers.values())
-        is_of_its_type: bool = self.model.config.model_type == "gpt_oss"
-        return is_of_its_type and any(map(mxfp4.fits, specs))
 
     def _encode(self, encoder: Encoder) -> tuple[dict[str, Tensor], int]:
         """Return the tensors of the files by name, and the bytes of all that are no quantized weights.
@@ -798,7 +793,7 @@ def _write_packed_files(
     document = read_json(path)
     document.setdefault("quantization_config", config)
     document["dtype"] = encoder.dtype
-    if encoder.layout == "unpacked":
+    if LAYOUTS[encoder.layout].unpacks:
         document["quantization_config"]["dequantize"] = True
     write_json(path, document)
     if encoder.misleads_older:
@@ -882,7 +877,7 @@ def _warn(
     """Say what of the model is not packed, and whether it does not compute what was evaluated."""
     reasons: dict[str, list[str]] = {}
     for name, layer in encoder.stored.items():
-        if not has_codes(layer.stored):
+        if not layer.has_codes:
             reasons.setdefault(encoder.why_in_float(name), []).append(name)
     # One reason is enough: a folder of floats has its own.
     if reasons and (reason is None or encoder.layout != "floats"):

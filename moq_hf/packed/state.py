@@ -8,31 +8,62 @@ import platform
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import torch
-from pydantic import Field
+from pydantic import ConfigDict, Field, GetPydanticSchema
+from pydantic_core.core_schema import literal_schema
 from typing_extensions import TypedDict
 
 from .. import serving
 from ..config import MoQConfig
 from ..config_fields import Count, Flag, Positive, Weight
-from ..errors import MoQError, explained, read_as, show, write_json
-from ..formats.stored import StoredLayer, by_matrix
-from ..formats.table import Layout, has_codes, installed
+from ..errors import MoQError, explained, read_as, show, show_key, write_json
+from ..formats.stored import by_matrix
+from ..formats.table import FORMS, LAYOUTS, installed
+from ..grid import Format
 from ..inputs import ranges_of
 from ..quant_linear import QuantLayer, inputs_of
+from ..schedule import FLOAT_BITS
 from ..training.controller import MoQController
 from ..training.resume import Range
 from ..version import __version__
+from ..weight_matrix import Kind
+from ..weight_spec import FLOAT, WeightSpec
 from .files import ADAPTER, CONFIG, read_document, tokenizer_files
 from .load_check import Proof, has_failed
 
 STATE_NAME = "moq_state.json"
 # Format 1 was 0.1.0's and is not read.
 STATE_FORMAT = 2
+
+
+def _one_of(names: list[str]) -> GetPydanticSchema:
+    return GetPydanticSchema(lambda *_: literal_schema(names))
+
+
+class StoredLayer(TypedDict):
+    """The keys of a layer in `moq_state.json`; `WeightSpec` says what they are."""
+
+    # A file with other keys is damaged.
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    kind: Kind
+    bits: Annotated[int, Field(strict=True, ge=1, le=FLOAT_BITS)]
+    stored: Annotated[str, _one_of([*FORMS, FLOAT])]
+    shape: tuple[Positive, Positive]
+    scales: tuple[Count, Count]
+    symmetric: Flag
+    bytes: Count
+    bytes_before: Count
+    group: NotRequired[str | None]
+    grid: NotRequired[tuple[str, str | None] | None]
+    full: NotRequired[Flag]
+    tied: NotRequired[tuple[str, ...]]
+    matrices: NotRequired[tuple[str, ...] | None]
+    format: NotRequired[Format]
 
 
 class Counted(TypedDict):
@@ -59,7 +90,7 @@ class State(TypedDict):
     parameters: Counted
     float_bytes: Positive
     files: list[str]
-    layout: Layout
+    layout: Annotated[str, _one_of([*LAYOUTS])]
     needs: dict[str, str]
     groups: dict[str, Any] | None
     rounds_inputs: Flag
@@ -70,7 +101,7 @@ class State(TypedDict):
 
 def state_of(
     layers: Mapping[str, QuantLayer],
-    stored: Mapping[str, StoredLayer],
+    stored: Mapping[str, WeightSpec],
     controller: MoQController | None,
 ) -> dict[str, Any]:
     """What `moq_state.json` holds of a model and its run."""
@@ -97,7 +128,7 @@ def state_of(
         "step": step,
         "history": history,
         "choice": choice,
-        "layers": {name: asdict(layer) for name, layer in stored.items()},
+        "layers": {name: layer.to_state() for name, layer in stored.items()},
     }
 
 
@@ -217,7 +248,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
+def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, WeightSpec]]:
     """The state of a packed checkpoint, and its layers.
 
     Raises:
@@ -225,7 +256,17 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
             the file and the key.
     """
     state = read_state(folder)
-    return state, read_as(State, state, str(folder / STATE_NAME))["layers"]
+    where = str(folder / STATE_NAME)
+    layers = {}
+    for name, stored in read_as(State, state, where)["layers"].items():
+        layer = layers[name] = WeightSpec.from_state(name, stored)
+        with explained(f"{where}: layers.{show_key(name)}.scales"):
+            if layer.scales != stored["scales"]:
+                raise MoQError(
+                    f"{where}: layers.{show_key(name)}.scales must be {show(layer.scales)}, not "
+                    f"{show(stored['scales'])}"
+                )
+    return state, layers
 
 
 def proof_in(state: Mapping[str, Any]) -> Proof | None:
@@ -292,24 +333,20 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
     if state["by_hand"] and (proof is None or not proof.agrees):
         unserved = "no save_pretrained wrote it; load_state_dict takes its weights"
     trained = MoQConfig.from_dict(state["config"])
-    rounded = trained.activations.scale if state["rounds_inputs"] else None
-    weights: dict[str, serving.Weight] = {}
+    inputs = trained.activations.grid if state["rounds_inputs"] else None
+    weights = {}
     # Packed experts lie in the files matrix by matrix.
     for name, layer in by_matrix(layers).items():
-        rows, columns = layer.shape
-        # One group may fill a row.
-        has_groups = layer.scales[1] > 1 or trained.grouping.row_size == columns
-        weights[name] = serving.Weight(
-            kind=layer.kind,
-            rows=rows,
-            columns=columns,
-            bits=layer.bits,
-            group_size=columns // layer.scales[1] if has_groups else None,
-            symmetric=layer.symmetric,
-            packed=has_codes(layer.stored),
-            rounded=rounded if layer.kind == "linear" and not layer.tied else None,
-            format=layer.format,
-            width=max(layer.bits, trained.pack_bits or 0),
+        grid = layer.grid
+        if trained.grouping.row_size == layer.shape[1]:
+            # One group fills a row.
+            grid = replace(grid, grouping=trained.grouping)
+        is_rounded = layer.kind == "linear" and not layer.tied
+        weights[name] = replace(
+            layer,
+            grid=grid,
+            inputs=inputs if is_rounded else None,
+            pack_bits=trained.pack_bits or 0,
         )
     floats = {
         name.removesuffix(".weight")

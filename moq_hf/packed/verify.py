@@ -13,16 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MoQError, explained, listed
-from ..formats import mxfp4
 from ..formats.int_quantized import unsaved_buffers
-from ..formats.stored import (
-    MAX_PACKED_BITS,
-    StoredLayer,
-    StoredWeight,
-    by_matrix,
-    per_row,
-)
-from ..formats.table import FORMS
+from ..formats.stored import StoredWeight, by_matrix, per_row
+from ..formats.table import ENDINGS, FORMS
 from ..lora import is_merged
 from ..model.convert import dequantize_model, quantized_layers
 from ..model.inventory import is_packed
@@ -37,6 +30,7 @@ from ..seams.transformers import (
 )
 from ..text import megabytes, table
 from ..weight_matrix import parameter_of
+from ..weight_spec import MAX_PACKED_BITS, WeightSpec
 from .encode import without_peft_names
 from .files import (
     CONFIG,
@@ -49,9 +43,6 @@ from .files import (
 )
 from .load_check import Proof, has_failed, reference_to
 from .state import proof_in, read_layers
-
-# What the layout "gemma" calls the tensors of a table.
-_OF_TABLES = {"embedding_quantized": "weight", "embedding_scale": "weight_scale"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,7 +57,7 @@ class Verification:
             given `inputs`, now; None: not tried.
     """
 
-    layers: dict[str, StoredLayer]
+    layers: dict[str, WeightSpec]
     file_bytes: int
     state: dict[str, Any]
     proof: Proof | None = None
@@ -326,7 +317,7 @@ class _Contents:
         self,
         folder: Path,
         state: Mapping[str, Any],
-        layers: Mapping[str, StoredLayer],
+        layers: Mapping[str, WeightSpec],
     ) -> None:
         self.folder = folder
         self.layers = by_matrix(layers)
@@ -343,9 +334,8 @@ class _Contents:
         weights: dict[str, dict[str, str]] = {}
         for name in self._places:
             owner, _, part = name.rpartition(".")
-            part = _OF_TABLES.get(part, part)
-            for kind, ending in mxfp4.ENDINGS.items():
-                if part.endswith(ending):
+            for ending, kind in ENDINGS.items():
+                if name.endswith(ending):
                     owner, part = name.removesuffix(ending), kind
             if part.startswith("weight"):
                 weights.setdefault(owner, {})[part] = name

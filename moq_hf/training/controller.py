@@ -22,6 +22,7 @@ from ..names import pretrained
 from ..processes import agree, device_of, is_distributed, shape_of
 from ..quant_linear import QuantLayer, inputs_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from ..serving import fused_units
 from ..text import dtype_name
 from ..version import __version__
 from . import messages
@@ -91,7 +92,7 @@ class MoQController:
                 f"{config.spell('bits')}: overrides name the bits of every layer, so there is nothing to choose; "
                 "give a number"
             )
-        units = inventory.units(free)
+        units = fused_units(free)
         self.sensitivity: Sensitivity | None = None
         if config.eigenvalue.enabled or units:
             self.sensitivity = Sensitivity(inventory, config, units or None)

@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 
-from .. import serving, triton_launch
+from .. import triton_launch
 from ..config import MoQConfig
 from ..config_fields import DistillationConfig, Speller
 from ..errors import MOST_FAULTS, shortened
+from ..model import delivery
 from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize, widest_codes
 from ..model.sizes import TABLE, ModelSizes, percent
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from ..serving import REQUIRED
 from ..text import counted
 from .distillation import PARTS, TASK
 from .resume import describe
@@ -66,7 +68,7 @@ def summary(
             f"the inputs of linear layers to {activation.bits} bits ({activation.scale})"
             + (f" after {activation.start_step} steps" * (activation.start_step > 0))
         )
-        computed = serving.inputs_in_words(inventory, config)
+        computed = delivery.inputs_in_words(inventory, config)
         parts.append(f"the delivered folder computes with {computed}")
     parts.append(f"quantized: {sizes.coverage}")
     parts += [f"{why}: {what}" for why, what in told.items()] or [
@@ -81,7 +83,7 @@ def _left_of_kinds(
     """Which weights of other modules than linear layers are left in float, how much they are, and what can be done."""
     known = {*inventory.embeddings, *inventory.tied}
     could = embeddings_to_quantize(inventory, config).keys() - known
-    if any("embedding" in serving.REQUIRED[n].without for n in config.serve):
+    if any("embedding" in REQUIRED[n].without for n in config.serve):
         could = set()
     for kind, counts in sizes.left.items():
         what, which = (f"{kind}s", "are") if len(counts) > 1 else (kind, "is")
@@ -137,7 +139,7 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
             f"layers with a {config.spell('group_size')} weight-only; set {config.spell('groups')} instead, for "
             "instance per_channel"
         )
-    return [*notes, *serving.notes(inventory, config)]
+    return [*notes, *delivery.notes(inventory, config)]
 
 
 def switch_in_words(switch: Switch, target_bits: int, offset: int) -> str:

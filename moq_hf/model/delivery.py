@@ -1,0 +1,179 @@
+"""What a run will deliver, and what the servers that the config names make of that, before the first step."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ..config import MoQConfig
+from ..errors import MoQError, shortened
+from ..formats.table import LAYOUTS
+from ..names import plain_name, pretrained, without_fsdp, without_peft
+from ..processes import shape_of
+from ..quant_experts import experts_parameters, matrix_of
+from ..seams.transformers import ADAPTED
+from ..serving import REQUIRED, VLLM, VLLM_CPU, Description, verdict
+from ..weight_matrix import matrix_shape
+from ..weight_spec import WeightSpec
+from .inventory import Inventory, grid_of
+from .sizes import is_unpacked_while_loading
+
+_PACKED = LAYOUTS["packed"]
+
+
+def check_served(inventory: Inventory, config: MoQConfig) -> None:
+    """Check that the servers in `serve` will take what a run delivers at its target precision.
+
+    Args:
+        inventory: With the layers that the config quantizes.
+        config: What will be done to them.
+
+    Raises:
+        MoQError: One will not: each reason with its layers, and what would be served.
+    """
+    lines = []
+    for bits in config.targets:
+        model = describe(inventory, config, bits)
+        for name in config.serve:
+            server = REQUIRED[name]
+            for reason in verdict(model, server).reasons:
+                lines.append(f"  - {server.name}: {reason}")
+    if lines:
+        raise MoQError(
+            "\n".join(["serve: what these servers cannot take", *dict.fromkeys(lines)])
+        )
+
+
+def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
+    """What a user of these servers should know before the first step."""
+    model = describe(inventory, config, config.targets[0])
+    servers = [REQUIRED[name] for name in dict.fromkeys(config.serve)]
+    lines = []
+    for server in servers:
+        for note in verdict(model, server).notes:
+            lines.append(f"serve: {server.name}: {note}")
+    if VLLM in servers:
+        for reason in verdict(model, VLLM_CPU).reasons:
+            lines.append(
+                f"serve: {VLLM_CPU.name} does not take it, which leaves CUDA: {reason}"
+            )
+    return lines
+
+
+def inputs_in_words(inventory: Inventory, config: MoQConfig) -> str:
+    """What the delivered folder computes with where training rounds the inputs of layers."""
+    for bits in config.targets:
+        fault = _float_inputs(inventory, config, bits)
+        if fault is not None:
+            return (
+                f"float activations, because {fault}; rounded inputs go with symmetric weights of nn.Linear layers: of "
+                "8 bits per channel (static; 2 to 8 with moq-hf pack --layout gemma), or of 2 to 8 bits (per_token)"
+            )
+    kinds = " and ".join(f"W{bits}A8" for bits in config.targets)
+    return f"rounded inputs ({kinds}, {config.activations.scale})"
+
+
+def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | None:
+    """Why the folder of a run that rounds inputs cannot say how; None if it can."""
+    if not config.activations.enabled:
+        return None
+    model = without_peft(inventory.model)
+    path = inventory.name_of(model)
+    faults: dict[str, list[str]] = {}
+    packed = []
+    has_lora = False
+    for name, spec in _specs(inventory, config, bits).items():
+        saved = (plain_name(name, ()) or "").removeprefix(f"{path}.")
+        if spec.inputs is not None and spec.input_fault is not None:
+            faults.setdefault(spec.input_fault, []).append(saved)
+        if spec.stored == "packed":
+            packed.append(saved)
+            added = () if inventory.merged else inventory.adapters
+            has_lora |= f"{name.removesuffix(ADAPTED)}lora_A" in added
+    for why, names in faults.items():
+        return f"{why} ({shortened(names)})"
+    try:
+        is_unpacked = is_unpacked_while_loading(model, packed)
+    except MoQError as error:
+        return str(error)
+    if is_unpacked:
+        return "transformers unpacks a model of its kind while loading"
+    if has_lora:
+        return "PEFT's LoRA wants the weights of packed layers, which are unpacked while loading for it"
+    if packed and inventory.table_bits and inventory.table_bits < 8:
+        return "tables of fewer than 8 bits are unpacked while loading"
+    return None
+
+
+def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, WeightSpec]:
+    """How each quantized weight will be delivered, by name; scheduled ones with a choice of bits end at these."""
+    specs = {}
+    for name, module, parameter, kind in inventory.weights():
+        own = config.of(name)
+        width = own.bits if isinstance(own.bits, int) else bits
+        if name in inventory.experts:
+            # Servers meet the matrix of each expert.
+            _, *shape = matrix_of(module, parameter)
+        else:
+            weight: Any = module.weight
+            shape = [*matrix_shape(shape_of(weight), kind)]
+        is_table = kind == "embedding"
+        spec = WeightSpec(
+            kind,
+            (shape[0], shape[1]),
+            inventory.table_bits or 0 if is_table else width,
+            grid_of(module, own, parameter, inventory.table_bits),
+            name=name,
+            # A weight that a head shares with a table is stored as a table.
+            is_table=is_table or name in inventory.tied.values(),
+            matrices=() if kind == "experts" else None,
+            inputs=config.activations.grid if kind in ("linear", "conv1d") else None,
+            pack_bits=config.pack_bits or 0,
+        )
+        specs[name] = replace(spec, stored=_PACKED.form_of(spec).name)
+    return specs
+
+
+def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
+    """Describe the model as it will be delivered if scheduled layers end at these bits, where there is a choice."""
+    model = pretrained(inventory.model)
+
+    def saved(name: str) -> str:
+        return plain_name(name, inventory.adapters) or ""
+
+    floats = {
+        saved(name)
+        for name, module in inventory.modules.items()
+        if hasattr(module, "weight")
+    }
+    for name, module in inventory.modules.items():
+        for parameter in experts_parameters(module):
+            if f"{name}.{parameter}" not in inventory.experts:
+                floats.add(saved(f"{name}.{parameter}"))
+    rounds_inputs = _float_inputs(inventory, config, bits) is None
+    weights: dict[str, WeightSpec] = {}
+    for name, spec in _specs(inventory, config, bits).items():
+        if not rounds_inputs:
+            spec = replace(spec, inputs=None)
+        # Beside packed layers, experts that are not split keep their name.
+        if name not in inventory.experts or not spec.has_codes:
+            weights[saved(name)] = spec
+            continue
+        parent, _, parameter = name.rpartition(".")
+        experts, *_ = matrix_of(inventory.experts[name], parameter)
+        matrix = replace(spec, kind="linear", matrices=None)
+        for index in range(experts):
+            weights[f"{saved(parent)}.{index}.{parameter}"] = matrix
+    for name, owner in inventory.tied.items():
+        # A weight that a head shares with a table is stored as a table.
+        is_table = isinstance(inventory.modules[name], nn.Embedding)
+        if is_table and saved(owner) in weights:
+            weights[saved(name)] = replace(weights.pop(saved(owner)), kind="embedding")
+    config_of_model = getattr(model, "config", None)
+    return Description(
+        architecture=without_fsdp(type(model)).__name__,
+        weights=weights,
+        floats=floats - weights.keys(),
+        is_encoder_decoder=bool(getattr(config_of_model, "is_encoder_decoder", False)),
+        scales=config.grid.scale_dtype,
+    )
