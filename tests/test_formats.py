@@ -7,9 +7,10 @@ import torch
 from transformers.integrations import gemma_quant
 
 from moq_hf.formats import gemma, pack_quantized
-from moq_hf.formats.stored import EncodeSpec, SharedScheme, StoredLayer, StoredWeight
+from moq_hf.formats.stored import StoredWeight
 from moq_hf.grid import Grid, PerChannel, PerGroup
 from moq_hf.quantizer import dequantize, quantize
+from moq_hf.weight_spec import SharedScheme, WeightSpec
 
 
 @pytest.mark.parametrize("columns", [47, 48])
@@ -20,12 +21,9 @@ def test_gemma_is_what_transformers_computes(bits: int, columns: int) -> None:
     weight = torch.randn(40, columns, generator=torch.Generator().manual_seed(bits))
     weight[3] = 0.0
     values = quantize(weight, bits, grid)
-    linear, table = (EncodeSpec(kind, (40, columns), bits, grid) for kind in ("linear", "embedding"))
-    encoded = gemma.write(values, linear)
-    layer = StoredLayer(
-        "linear", bits, "dense", (40, columns), (40, 1), True, 0, 0, None, encoded.grid, grid.at(bits).is_full
-    )
-    stored = StoredWeight("w", layer, encoded.scheme, encoded.parts)
+    linear, table = (WeightSpec(kind, (40, columns), bits, grid, gemma.FORM.name) for kind in ("linear", "embedding"))
+    encoded = gemma.write(values, linear, None)
+    stored = StoredWeight("w", linear, encoded.scheme, encoded.parts)
     found = gemma.read(stored)
     stored.check(found)
     assert found.codes.equal(values.codes)
@@ -34,7 +32,7 @@ def test_gemma_is_what_transformers_computes(bits: int, columns: int) -> None:
     assert module.weight.dtype == (torch.int8 if width == 8 else torch.uint8)
     assert module._dequantize_weights().equal(dequantize(*values))
     rows = gemma_quant.QuantizedEmbedding(40, columns, torch.float32, num_bits=width)
-    rows.load_state_dict(gemma.write(values, table).parts)
+    rows.load_state_dict(gemma.write(values, table, None).parts)
     assert rows.weight.equal(dequantize(*values))
 
 
@@ -59,7 +57,7 @@ def test_gemma_is_what_transformers_computes(bits: int, columns: int) -> None:
         ({"kind": "embedding", "is_table": True, "shared": SharedScheme(None, True, True)}, None),
         ({"grid": Grid(symmetric=False), "shared": SharedScheme(None, False, True)}, None),
         (
-            {"grid": Grid(symmetric=False), "shared": SharedScheme(None, False, True), "matrix_shape": (2, 64)},
+            {"grid": Grid(symmetric=False), "shared": SharedScheme(None, False, True), "shape": (2, 64)},
             "zero points are too few",
         ),
         ({"shared": SharedScheme(48, True, True)}, "whole groups"),
@@ -67,7 +65,7 @@ def test_gemma_is_what_transformers_computes(bits: int, columns: int) -> None:
     ],
 )
 def test_what_cannot_be_packed_has_one_reason(spec: Any, why: str | None) -> None:
-    made = EncodeSpec(**{"kind": "linear", "matrix_shape": (64, 64), "bits": 4, "grid": Grid(), **spec})
+    made = WeightSpec(**{"kind": "linear", "shape": (64, 64), "bits": 4, "grid": Grid(), **spec})
     found = pack_quantized.misfit(made)
     assert pack_quantized.fits(made) is (found is None)
     assert (found is None) if why is None else (found is not None and why in found)

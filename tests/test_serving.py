@@ -13,9 +13,10 @@ import transformers as hf
 from repo import ROOT
 from tiny_runs import arguments
 
-from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, quantize_model, quantizer, save_quantized, serving
+from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, quantize_model, quantizer, save_quantized
 from moq_hf.cli import main
-from moq_hf.grid import FP4, Format
+from moq_hf.grid import FP4, Format, Grid, InputGrid, InputScale, PerChannel, PerGroup
+from moq_hf.model import delivery
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
@@ -31,12 +32,27 @@ from moq_hf.serving import (
     VLLM_CPU,
     Description,
     Server,
-    Weight,
     verdict,
 )
-from moq_hf.weight_matrix import to_rows
+from moq_hf.weight_matrix import Kind, to_rows
+from moq_hf.weight_spec import WeightSpec
 
-WEIGHT = Weight("linear", 256, 256, 4, 128)
+
+def weight_of(
+    kind: Kind = "linear",
+    shape: tuple[int, int] = (256, 256),
+    bits: int = 4,
+    size: int | None = 128,
+    symmetric: bool = True,
+    stored: str = "packed",
+    rounded: InputScale | None = None,
+    format: Format = "int",
+) -> WeightSpec:
+    grid = Grid(PerGroup(size) if size else PerChannel(), symmetric=symmetric, format=format)
+    return WeightSpec(kind, shape, bits, grid, stored, inputs=InputGrid(8, rounded) if rounded else None)
+
+
+WEIGHT = weight_of()
 ATTENTION = "model.layers.0.self_attn"
 SIZES = {
     "vocab_size": 64,
@@ -55,10 +71,10 @@ def described(architecture: str = "LlamaForCausalLM", **more: Any) -> Descriptio
 
 def with_grid(**changes: Any) -> Description:
     model = described()
-    return replace(model, weights={name: replace(weight, **changes) for name, weight in model.weights.items()})
+    return replace(model, weights=dict.fromkeys(model.weights, weight_of(**changes)))
 
 
-def with_layer(name: str, weight: Weight, architecture: str = "LlamaForCausalLM") -> Description:
+def with_layer(name: str, weight: WeightSpec, architecture: str = "LlamaForCausalLM") -> Description:
     model = described(architecture)
     return replace(model, weights={**model.weights, name: weight})
 
@@ -101,7 +117,7 @@ def test_a_reason_says_what_is_served() -> None:
     ("size", "refused"), [(8, {VLLM, SGLANG, GGUF}), (16, {SGLANG, GGUF}), (32, set()), (256, {SGLANG}), (None, set())]
 )
 def test_groups(size: int | None, refused: set[Server]) -> None:
-    model = with_grid(group_size=size)
+    model = with_grid(size=size)
     assert {s.key for s in SERVERS if s is not ONNX and verdict(model, s).reasons} == {s.key for s in refused}
     if size == 16:
         assert "its groups are 32, 64 or 128, not 16" in reasons(model, SGLANG)
@@ -110,11 +126,11 @@ def test_groups(size: int | None, refused: set[Server]) -> None:
 def test_columns_and_rows() -> None:
     name = "model.layers.0.mlp.down_proj"
     for columns, refused in ((4096, set()), (4128, {"sglang"}), (4112, {"vllm-cpu", "sglang", "llama.cpp"})):
-        model = with_layer(name, Weight("linear", 256, columns, 4))
+        model = with_layer(name, weight_of(shape=(256, columns), size=None))
         found = {s.key for s in (VLLM, VLLM_CPU, SGLANG, GGUF) if "(in_features)" in reasons(model, s)}
         assert found == refused, columns
     for rows, refused in ((256, set()), (288, {"sglang"}), (264, {"vllm-cpu", "sglang"})):
-        model = with_layer(name, Weight("linear", rows, 256, 4, 128))
+        model = with_layer(name, weight_of(shape=(rows, 256)))
         found = {s.key for s in (VLLM, VLLM_CPU, SGLANG, GGUF) if "(out_features)" in reasons(model, s)}
         assert found == refused, rows
 
@@ -122,7 +138,7 @@ def test_columns_and_rows() -> None:
 @pytest.mark.parametrize("server", [VLLM, VLLM_CPU, SGLANG])
 def test_fused_layers_have_one_grid(server: Server) -> None:
     name = f"{ATTENTION}.q_proj"
-    other = with_layer(name, replace(WEIGHT, group_size=64))
+    other = with_layer(name, weight_of(size=64))
     assert "one layer of q_proj, k_proj, v_proj (4 bits in groups of 128 and 4 bits in groups of 64)" in reasons(
         other, server
     )
@@ -135,22 +151,22 @@ def test_fused_layers_have_one_grid(server: Server) -> None:
 
 
 def test_a_dense_grid_counts_as_floats_beside_the_others() -> None:
-    model = with_layer(f"{ATTENTION}.q_proj", replace(WEIGHT, bits=12, packed=False))
+    model = with_layer(f"{ATTENTION}.q_proj", weight_of(bits=12, stored="dense"))
     assert "and floats" in reasons(model, VLLM)
     assert "its kernels take 1, 2, 3, 4, 5, 6, 7 or 8 bits, not 12" in reasons(model, GGUF)
 
 
 def test_other_bits_in_another_layer() -> None:
-    model = with_layer("model.layers.1.mlp.down_proj", replace(WEIGHT, bits=8))
+    model = with_layer("model.layers.1.mlp.down_proj", weight_of(bits=8))
     assert not reasons(model, VLLM) and not reasons(model, SGLANG) and not reasons(model, GGUF)
 
 
 def test_tables_and_heads() -> None:
-    table = with_layer("model.embed_tokens", Weight("embedding", 512, 256, 8, packed=False))
+    table = with_layer("model.embed_tokens", weight_of("embedding", (512, 256), 8, None, stored="dense"))
     for server in (VLLM, VLLM_CPU, SGLANG):
         assert "embedding tables must be floats (model.embed_tokens)" in reasons(table, server)
     assert not reasons(table, GGUF) and not reasons(table, TRANSFORMERS)
-    head = with_layer("lm_head", replace(WEIGHT, rows=512))
+    head = with_layer("lm_head", weight_of(shape=(512, 256)))
     assert not reasons(head, VLLM) and not reasons(head, SGLANG)
 
 
@@ -171,7 +187,7 @@ def test_what_was_refused_is_refused() -> None:
 
 
 def test_conv1d() -> None:
-    model = with_layer("transformer.h.0.attn.c_attn", replace(WEIGHT, kind="conv1d"))
+    model = with_layer("transformer.h.0.attn.c_attn", weight_of(kind="conv1d"))
     # They are delivered as floats.
     for server in (VLLM, SGLANG, GGUF):
         assert not reasons(model, server)
@@ -182,10 +198,10 @@ def test_experts_are_alike_and_called_by_their_own_names() -> None:
     model = described("MixtralForCausalLM")
     alike = replace(model, weights={**model.weights, **dict.fromkeys(experts, WEIGHT)})
     assert reasons(alike, VLLM) == "" and "it takes no packed experts" in reasons(alike, VLLM_CPU)
-    other = replace(alike, weights={**alike.weights, experts[1]: replace(WEIGHT, bits=8)})
+    other = replace(alike, weights={**alike.weights, experts[1]: weight_of(bits=8)})
     assert "one layer of all experts of a block (4 bits in groups of 128 and 8 bits" in reasons(other, VLLM)
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    unpacked = replace(model, weights={**model.weights, name: replace(WEIGHT, kind="experts", packed=False)})
+    unpacked = replace(model, weights={**model.weights, name: weight_of(kind="experts", stored="dense")})
     assert "it looks for each expert by its own name" in reasons(unpacked, VLLM)
     assert "it has no place for experts that are one tensor in the files" in reasons(unpacked, GGUF)
     assert "GPT-OSS in MXFP4 needs no export: llama.cpp's converter copies its codes" in reasons(unpacked, GGUF)
@@ -254,15 +270,15 @@ def test_layers_that_vllm_loads_as_floats(architecture: str, name: str) -> None:
 
 
 def test_int8_products_have_kernels_of_their_own() -> None:
-    w8a8 = with_grid(bits=8, group_size=None, columns=100, rows=20, rounded="static")
+    w8a8 = with_grid(bits=8, size=None, shape=(20, 100), rounded="static")
     for server in (VLLM, VLLM_CPU):
         found = verdict(w8a8, server)
         assert (found.answer, found.reasons, found.notes) == ("yes", [], ())
-    per_token = with_grid(bits=8, group_size=None, rounded="per_token")
+    per_token = with_grid(bits=8, size=None, rounded="per_token")
     assert verdict(per_token, VLLM_CPU).notes == (
         "it takes the largest magnitude of a token over 127 for its scale, not over 127.5",
     )
-    assert "its kernels take 4 bits, not 8" in reasons(with_grid(bits=8, group_size=None), VLLM_CPU)
+    assert "its kernels take 4 bits, not 8" in reasons(with_grid(bits=8, size=None), VLLM_CPU)
     assert "it rounds inputs in blocks of its own" in verdict(w8a8, GGUF).notes
 
 
@@ -314,8 +330,8 @@ def test_the_target_counts_and_not_the_start() -> None:
 def test_conv1d_is_described_by_its_transpose() -> None:
     model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2))
     config = MoQConfig.from_dict(moq(["transformers"], quantize_group_size=32))
-    found = serving.describe(take_inventory(model, config), config, 4).weights["transformer.h.0.attn.c_attn"]
-    assert (found.kind, found.rows, found.columns) == ("conv1d", 96, 32)
+    found = delivery.describe(take_inventory(model, config), config, 4).weights["transformer.h.0.attn.c_attn"]
+    assert (found.kind, found.shape) == ("conv1d", (96, 32))
     with pytest.raises(MoQError, match="it takes no Conv1D layers"):
         quantize_model(model, moq(["onnxruntime"], quantize_group_size=32))
 
@@ -328,9 +344,9 @@ def test_convolutions_are_described_by_their_matrices_as_floats() -> None:
         config = MoQConfig.from_dict({**grid, "serve": ["transformers"], "quantize_convolutions": True})
         inventory = take_inventory(model, config)
         name = next(name for name in inventory.layers if name.endswith("projection"))
-        found = serving.describe(inventory, config, 4).weights[name]
-        assert (found.kind, found.rows, found.columns, found.group_size) == ("conv", 32, 192, None)
-        assert found.is_float and found.format == "int"
+        found = delivery.describe(inventory, config, 4).weights[name]
+        assert (found.kind, found.shape, found.row_size) == ("conv", (32, 192), None)
+        assert not found.is_served_as_codes and found.format == "int"
 
 
 def test_the_groups_of_a_table_are_those_of_its_grid() -> None:
@@ -353,7 +369,7 @@ def test_a_head_that_is_a_table_too_is_described_as_a_table() -> None:
 def test_peft_s_names_are_not_the_server_s() -> None:
     model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
     config = MoQConfig.from_dict(moq(["vllm"]))
-    found = serving.describe(take_inventory(model, config), config, 4)
+    found = delivery.describe(take_inventory(model, config), config, 4)
     assert found.architecture == "LlamaForCausalLM"
     assert any(name.endswith("model.layers.0.self_attn.q_proj") for name in found.weights)
     assert not any("lora" in name for name in (*found.weights, *found.floats))
@@ -368,7 +384,7 @@ def test_a_stock_trainer_stops_before_the_first_step(tmp_path: Path) -> None:
 
 def test_what_vllm_lacks_on_the_cpu_is_a_warning() -> None:
     config = MoQConfig.from_dict(moq(["vllm"], 8, activation_quantization={"enabled": True}))
-    notes = serving.notes(take_inventory(llama(), config), config)
+    notes = delivery.notes(take_inventory(llama(), config), config)
     assert any(
         note.startswith("serve: vLLM, CPU 0.32.0 does not take it, which leaves CUDA: its kernels take 4 bits")
         for note in notes
@@ -377,9 +393,9 @@ def test_what_vllm_lacks_on_the_cpu_is_a_warning() -> None:
     assert not any("scales are rounded to half precision there" in note for note in notes)
     algo = {"quantize_algo": {"scale_dtype": "float32"}}
     config = MoQConfig.from_dict(moq(["vllm"], **algo))
-    notes = serving.notes(take_inventory(llama(), config), config)
+    notes = delivery.notes(take_inventory(llama(), config), config)
     assert any("scales are rounded to half precision there" in note for note in notes)
-    assert serving.notes(take_inventory(llama(), config), MoQConfig.from_dict(moq(["transformers"]))) == []
+    assert delivery.notes(take_inventory(llama(), config), MoQConfig.from_dict(moq(["transformers"]))) == []
 
 
 def test_fused_layers_drop_together() -> None:
@@ -428,9 +444,9 @@ def test_experts_are_asked_about_one_by_one() -> None:
         return hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False))
 
     config = MoQConfig.from_dict(moq(["vllm", "sglang", "llama.cpp"]))
-    found = serving.describe(take_inventory(mixture(), config), config, 4)
+    found = delivery.describe(take_inventory(mixture(), config), config, 4)
     weight = found.weights["model.layers.1.mlp.experts.3.gate_up_proj"]
-    assert (weight.rows, weight.columns, weight.grid()) == (512, 128, "4 bits in groups of 64")
+    assert (weight.shape, weight.as_served) == ((512, 128), "4 bits in groups of 64")
     assert not any("proj" in name and "experts" in name for name in found.floats)
     assert sum(".experts." in name for name in found.weights) == 16
     with pytest.raises(MoQError, match=r"looks for each expert by its own name .*gate_up_proj"):
@@ -514,7 +530,7 @@ def test_rows_are_sound() -> None:
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_who_takes_codes_that_are_floats(name: Format) -> None:
     size = FP4[name].group_size
-    weights = {"model.layers.0.mlp.down_proj": Weight("linear", 64, 96, 4, size, format=name)}
+    weights = {"model.layers.0.mlp.down_proj": weight_of(shape=(64, 96), size=size, format=name)}
     model = Description("LlamaForCausalLM", weights, scales="bfloat16")
     answers = {server.key: verdict(model, server) for server in SERVERS}
     taken = {key for key, found in answers.items() if not found.reasons}
@@ -523,6 +539,9 @@ def test_who_takes_codes_that_are_floats(name: Format) -> None:
     if name == "nvfp4":
         # Four groups are a block.
         assert "a multiple of 64 columns (in_features), not 96" in answers["llama.cpp"].reasons[0]
-    siblings = {"model.layers.0.self_attn.q_proj": replace(weights.popitem()[1], columns=64)}
-    siblings["model.layers.0.self_attn.k_proj"] = replace(siblings["model.layers.0.self_attn.q_proj"], format="int")
+    alike = {"shape": (64, 64), "size": size}
+    siblings = {
+        "model.layers.0.self_attn.q_proj": weight_of(**alike, format=name),
+        "model.layers.0.self_attn.k_proj": weight_of(**alike),
+    }
     assert f"(4 bits in groups of {size} and {name})" in str(verdict(replace(model, weights=siblings), VLLM).reasons)

@@ -13,6 +13,9 @@ from ..seams.transformers import compress, decompress
 from ..weight_spec import WeightSpec
 from .stored import EncodedWeight, StoredWeight
 
+# Codes in words of 32 bits, or two floats to a byte.
+PACKED = "pack-quantized"
+
 
 def write(
     values: Quantized, spec: WeightSpec, input_scale: Tensor | None, format: str
@@ -28,19 +31,21 @@ def write(
     | symmetric, a scale per group in a row | group | none |
     | asymmetric | block of a row's weights, the scale of a block of rows repeated | int8, one per scale |
     | asymmetric, unpacked while loading | channel or group | packed |
-    | MXFP4 | group, its exponent in a byte | none |
-    | NVFP4 | tensor_group, scales in E4M3, to be divided by that of the whole tensor | none |
+    | MXFP4, packed | group, its exponent in a byte | none |
+    | NVFP4, packed | tensor_group, scales in E4M3, to be divided by that of the whole tensor | none |
 
     Channel and group are what servers take.
     """
     rows, columns = values.codes.shape
     groups = values.scale.shape[1]
+    fp4 = FP4.get(spec.format) if format == PACKED else None
     size = spec.row_size
     symmetric = values.zero_point is None
     if spec.shared is not None:
         symmetric = spec.shared.symmetric
     args: dict[str, Any] = {
-        "num_bits": spec.width,
+        # The codes of floats are whole numbers, which fit a byte.
+        "num_bits": 8 if spec.format != "int" and fp4 is None else spec.width,
         "type": "int",
         "symmetric": symmetric,
         "dynamic": False,
@@ -67,7 +72,6 @@ def write(
             half = 2 ** (spec.width - 1)
             zero = per_weight(values.zero_point, (rows, groups)) - half
         parts["weight_zero_point"] = zero.to(torch.int8)
-    fp4 = FP4.get(spec.format)
     if fp4 is not None:
         format = f"{spec.format}-{format}"
         args |= {
@@ -118,7 +122,8 @@ def read(stored: StoredWeight) -> Quantized:
     parts = stored.parts
     shape = stored.layer.shape
     width = stored.scheme["weights"]["num_bits"]
-    fp4 = FP4.get(stored.layer.format)
+    is_float = stored.scheme["weights"]["type"] == "float"
+    fp4 = FP4[stored.layer.format] if is_float else None
     if "weight_packed" in parts:
         # Words are of 32 bits, or bytes where codes are floats.
         packed = parts["weight_packed"]

@@ -17,7 +17,7 @@ from ..errors import shortened
 from ..quantizer import Quantized
 from ..seams.transformers import stays_float
 from ..weight_spec import DENSE, MAX_PACKED_BITS, WeightSpec
-from . import compressed, floats, pack_quantized
+from . import compressed, floats
 from .layout import LayoutSpec
 from .stored import EncodedWeight, Form, StoredWeight, per_row
 
@@ -53,7 +53,7 @@ def write(
     own = replace(spec, pack_bits=width, inputs=None)
     # The codes themselves: a scale of a binary row may be 0, which nothing divides by.
     ones = values._replace(scale=torch.ones_like(values.scale))
-    words, scheme, _ = compressed.write(ones, own, None, pack_quantized.FORMAT)
+    words, scheme, _ = compressed.write(ones, own, None, compressed.PACKED)
     count = -(-spec.shape[1] * width // 8)
     codes = words["weight_packed"].view(torch.uint8)[:, :count].contiguous()
     if width == 8:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..quantizer import Quantized
 from ..weight_spec import WeightSpec
-from . import compressed, floats, pack_quantized
+from . import compressed, floats
 from .layout import LayoutSpec
 from .stored import EncodedWeight, Form, StoredWeight
 
@@ -29,7 +29,7 @@ def write(
     values: Quantized, spec: WeightSpec, input_scale: Tensor | None
 ) -> EncodedWeight:
     """Codes and exponents."""
-    words, scheme, _ = compressed.write(values, spec, None, pack_quantized.FORMAT)
+    words, scheme, _ = compressed.write(values, spec, None, compressed.PACKED)
     experts, _, rows = spec.full_shape
     scales = words["weight_scale"].view(experts, rows, -1)
     blocks = words["weight_packed"].view(*scales.shape, -1)

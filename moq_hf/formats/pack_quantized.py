@@ -9,7 +9,6 @@ from ..weight_spec import MAX_PACKED_BITS, WeightSpec
 from . import compressed
 from .stored import EncodedWeight, Form
 
-FORMAT = "pack-quantized"
 # Bits of a word of packed codes.
 _WORD = 32
 
@@ -71,7 +70,7 @@ def write(
     values: Quantized, spec: WeightSpec, input_scale: Tensor | None
 ) -> EncodedWeight:
     """Words, scales and packed or plain zero points."""
-    return compressed.write(values, spec, input_scale, FORMAT)
+    return compressed.write(values, spec, input_scale, compressed.PACKED)
 
 
 FORM = Form("packed", fits, write, compressed.read, stays_packed=True)

@@ -14,10 +14,10 @@ from moq_hf import MoQError, cli, quantize_model, quantizer, save_quantized
 from moq_hf.export import gguf as gguf_module
 from moq_hf.export.floats import export_floats
 from moq_hf.export.gguf import GgufExport, export_gguf
-from moq_hf.formats.stored import StoredLayer
 from moq_hf.grid import Grid, PerGroup
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.verify import stored_weights
+from moq_hf.weight_spec import WeightSpec
 
 gguf = pytest.importorskip("gguf")
 
@@ -231,7 +231,7 @@ def test_a_tied_head_with_other_codes_than_its_table(tmp_path: Path, checkpoint:
 def test_experts_share_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"model.layers.0.block_sparse_moe.experts.{i}.w1" for i in range(3)]
     weights = {name: quantizer.quantize(torch.randn(8, 64), 4, Grid(PerGroup(32))) for name in names}
-    layer = StoredLayer("linear", 4, "packed", (8, 64), (8, 2), True, 0, 0)
+    layer = WeightSpec("linear", (8, 64), 4, Grid(PerGroup(32)), "packed")
     layers = dict.fromkeys(names, layer)
     saved = SimpleNamespace(layers=layers, state={"names": None})
     monkeypatch.setattr(gguf_module, "verify_quantized", lambda folder: saved)

@@ -208,8 +208,8 @@ def test_a_convolution_takes_what_it_takes_in_float() -> None:
     controller = MoQController(model, MoQConfig.from_dict({**moq, "quantize_convolutions": True}))
     others = 8 + 8 + 2 * 8 + 2
     assert controller.sizes.quantized == 288 + 64 and controller.sizes.total == 288 + 64 + others
-    # As it is saved: the scale lies in moq_state.json.
-    assert controller.sizes.mb == pytest.approx((288 * 4 + 64 / 2 + 4 + others * 4) / 1e6)
+    # As it is saved: the scale of a convolution lies in moq_state.json, that of all rows of a layer stands for each.
+    assert controller.sizes.mb == pytest.approx((288 * 4 + 64 / 2 + 8 * 4 + others * 4) / 1e6)
     assert controller.sizes.mean_bits == pytest.approx((352 * 4 + others * 32) / (352 + others))
 
 
