@@ -1,20 +1,17 @@
 """`WeightSpec`: what is known of one quantized weight, from the inventory of a model to `moq_state.json`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from .grid import (
     Format,
     Grid,
-    Grouping,
     InputGrid,
     PerChannel,
-    PerGroup,
     Precision,
-    RowBlocks,
 )
 from .processes import shape_of
 from .quant_linear import QuantLayer
@@ -127,56 +124,6 @@ class WeightSpec:
             pack_bits=state.config.pack_bits or 0,
             blended=bool(state.blend),
         )
-
-    @classmethod
-    def from_state(cls, name: str, stored: Mapping[str, Any]) -> Self:
-        """The spec of a layer in `moq_state.json`; see `to_state`."""
-        rows, columns = stored["shape"]
-        blocks, groups = stored["scales"]
-        grouping: Grouping = PerChannel()
-        if groups > 1:
-            grouping = PerGroup(columns // groups)
-        elif 0 < blocks < rows:
-            grouping = RowBlocks(blocks)
-        grid = Grid(
-            grouping,
-            symmetric=stored["symmetric"],
-            full=stored.get("full", False),
-            format=stored.get("format", "int"),
-        )
-        return cls(
-            kind=stored["kind"],
-            shape=(rows, columns),
-            bits=stored["bits"],
-            grid=grid,
-            stored=stored["stored"],
-            name=name,
-            tied=tuple(stored.get("tied", ())),
-            matrices=stored.get("matrices"),
-            bytes=stored["bytes"],
-            bytes_before=stored["bytes_before"],
-            group=stored.get("group"),
-            grid_text=stored.get("grid"),
-        )
-
-    def to_state(self) -> dict[str, Any]:
-        """What `moq_state.json` says of the layer."""
-        return {
-            "kind": self.kind,
-            "bits": self.bits,
-            "stored": self.stored,
-            "shape": self.shape,
-            "scales": self.scales,
-            "symmetric": self.symmetric,
-            "bytes": self.bytes,
-            "bytes_before": self.bytes_before,
-            "group": self.group,
-            "grid": self.grid_text,
-            "full": self.full,
-            "tied": self.tied,
-            "matrices": self.matrices,
-            "format": self.format,
-        }
 
     @property
     def precision(self) -> Precision:

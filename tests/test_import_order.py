@@ -8,7 +8,7 @@ from repo import ROOT
 
 PACKAGE = ROOT / "moq_hf"
 # Run without PyTorch: the schedule is pure Python, and JSON is read with pydantic.
-STANDARD_LIBRARY_ONLY = {"version", "grid", "schedule", "plan"}
+STANDARD_LIBRARY_ONLY = {"version", "grid", "schedule", "forecast", "servers"}
 WITH_PYDANTIC = {"arguments", "config", "config_fields", "config_reading", "dialect", "errors"}
 CONFIG_LIBRARIES = {"pydantic", "pydantic_core", "moq_hf"} | sys.stdlib_module_names
 

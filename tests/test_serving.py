@@ -21,19 +21,8 @@ from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
 from moq_hf.packed.state import served_by
-from moq_hf.serving import (
-    GGUF,
-    ONNX,
-    REQUIRED,
-    SERVERS,
-    SGLANG,
-    TRANSFORMERS,
-    VLLM,
-    VLLM_CPU,
-    Description,
-    Server,
-    verdict,
-)
+from moq_hf.servers import GGUF, NAMED, ONNX, SERVERS, SGLANG, TRANSFORMERS, VLLM, VLLM_CPU, Server
+from moq_hf.serving import Description, verdict
 from moq_hf.weight_matrix import Kind, to_rows
 from moq_hf.weight_spec import WeightSpec
 
@@ -415,7 +404,7 @@ def test_words_of_the_config() -> None:
         'MoQ config: serve: ["vlm"] is not legal; it must be a list of "transformers" or "vllm" or "sglang" or '
         '"llama.cpp" or "onnxruntime" (did you mean "vllm"?)'
     )
-    assert set(REQUIRED) <= {server.key for server in SERVERS}
+    assert set(NAMED) <= {server.key for server in SERVERS}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from ..packed.load_check import quiet
 from ..packed.pack import model_class, read_config
 from ..packed.state import check_taken
 from ..packed.verify import Verification, stored_weights, verify_quantized
-from ..serving import ONNX
+from ..servers import ONNX
 
 TOLERANCE = 1e-4
 GLUE = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")

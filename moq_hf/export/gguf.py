@@ -47,7 +47,7 @@ from ..packed.files import new_path, staged
 from ..packed.state import check_taken
 from ..packed.verify import stored_weights, verify_quantized
 from ..quantizer import Quantized, dequantize, per_weight
-from ..serving import GGUF
+from ..servers import GGUF
 from ..text import progress
 from ..weight_spec import WeightSpec
 from .floats import export_floats

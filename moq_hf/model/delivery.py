@@ -12,7 +12,8 @@ from ..names import plain_name, pretrained, without_fsdp, without_peft
 from ..processes import shape_of
 from ..quant_experts import experts_parameters, matrix_of
 from ..seams.transformers import ADAPTED
-from ..serving import REQUIRED, VLLM, VLLM_CPU, Description, verdict
+from ..servers import NAMED, VLLM, VLLM_CPU
+from ..serving import Description, verdict
 from ..weight_matrix import matrix_shape
 from ..weight_spec import WeightSpec
 from .inventory import Inventory, grid_of
@@ -35,7 +36,7 @@ def check_served(inventory: Inventory, config: MoQConfig) -> None:
     for bits in config.targets:
         model = describe(inventory, config, bits)
         for name in config.serve:
-            server = REQUIRED[name]
+            server = NAMED[name]
             for reason in verdict(model, server).reasons:
                 lines.append(f"  - {server.name}: {reason}")
     if lines:
@@ -47,7 +48,7 @@ def check_served(inventory: Inventory, config: MoQConfig) -> None:
 def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
     """What a user of these servers should know before the first step."""
     model = describe(inventory, config, config.targets[0])
-    servers = [REQUIRED[name] for name in dict.fromkeys(config.serve)]
+    servers = [NAMED[name] for name in dict.fromkeys(config.serve)]
     lines = []
     for server in servers:
         for note in verdict(model, server).notes:

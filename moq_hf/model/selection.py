@@ -32,7 +32,7 @@ from ..seams.transformers import (
     lora_fault,
     trains_tokens,
 )
-from ..serving import REQUIRED
+from ..servers import NAMED
 from ..weight_spec import MAX_PACKED_BITS
 from .delivery import check_served
 from .inventory import (
@@ -235,7 +235,7 @@ def _tables(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
                 f"{told and f' ({told})'}; set it to null"
             )
         return {"embeddings": tables, "table_bits": config.embeddings}
-    refuses = [name for name in config.serve if "embedding" in REQUIRED[name].without]
+    refuses = [name for name in config.serve if "embedding" in NAMED[name].without]
     if refuses and tables:
         return {
             "tables_stay": f"{' and '.join(refuses)} take{'s' * (len(refuses) == 1)} them as floats"

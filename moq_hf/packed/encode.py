@@ -32,7 +32,7 @@ from ..seams.transformers import (
     original_format,
     takes_apart,
 )
-from ..serving import FUSED
+from ..servers import FUSED
 from ..text import dtype_name
 from ..weight_matrix import from_rows, is_experts, parameter_of, to_rows
 from ..weight_spec import FLOAT, WeightSpec

@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import torch
-from pydantic import ConfigDict, Field, GetPydanticSchema
-from pydantic_core.core_schema import literal_schema
+from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 from .. import serving
 from ..config import MoQConfig
-from ..config_fields import Count, Flag, Positive, Weight
+from ..config_fields import Count, Flag, Positive, Weight, one_of
 from ..errors import MoQError, explained, read_as, show, show_key, write_json
 from ..formats.stored import by_matrix
 from ..formats.table import FORMS, LAYOUTS, installed
-from ..grid import Format
+from ..grid import Format, Grid, Grouping, PerChannel, PerGroup, RowBlocks
 from ..inputs import ranges_of
 from ..quant_linear import QuantLayer, inputs_of
 from ..schedule import FLOAT_BITS
+from ..servers import SERVERS, Server
 from ..training.controller import MoQController
 from ..training.resume import Range
 from ..version import __version__
@@ -40,10 +40,6 @@ STATE_NAME = "moq_state.json"
 STATE_FORMAT = 2
 
 
-def _one_of(names: list[str]) -> GetPydanticSchema:
-    return GetPydanticSchema(lambda *_: literal_schema(names))
-
-
 class StoredLayer(TypedDict):
     """The keys of a layer in `moq_state.json`; `WeightSpec` says what they are."""
 
@@ -52,7 +48,7 @@ class StoredLayer(TypedDict):
 
     kind: Kind
     bits: Annotated[int, Field(strict=True, ge=1, le=FLOAT_BITS)]
-    stored: Annotated[str, _one_of([*FORMS, FLOAT])]
+    stored: Annotated[str, one_of(*FORMS, FLOAT)]
     shape: tuple[Positive, Positive]
     scales: tuple[Count, Count]
     symmetric: Flag
@@ -90,7 +86,7 @@ class State(TypedDict):
     parameters: Counted
     float_bytes: Positive
     files: list[str]
-    layout: Annotated[str, _one_of([*LAYOUTS])]
+    layout: Annotated[str, one_of(*LAYOUTS)]
     needs: dict[str, str]
     groups: dict[str, Any] | None
     rounds_inputs: Flag
@@ -128,8 +124,34 @@ def state_of(
         "step": step,
         "history": history,
         "choice": choice,
-        "layers": {name: layer.to_state() for name, layer in stored.items()},
+        "layers": {name: _in_state(layer) for name, layer in stored.items()},
     }
+
+
+def _in_state(spec: WeightSpec) -> dict[str, Any]:
+    """What `moq_state.json` says of a weight."""
+    same = {key: getattr(spec, key) for key in StoredLayer.__annotations__}
+    return {**same, "grid": spec.grid_text}
+
+
+def _from_state(name: str, stored: StoredLayer) -> WeightSpec:
+    """The weight of which `moq_state.json` says this."""
+    given: dict[str, Any] = {**stored, "name": name}
+    rows, columns = stored["shape"]
+    blocks, groups = given.pop("scales")
+    grouping: Grouping = PerChannel()
+    if groups > 1:
+        grouping = PerGroup(columns // groups)
+    elif 0 < blocks < rows:
+        grouping = RowBlocks(blocks)
+    given["grid_text"] = given.pop("grid", None)
+    given["grid"] = Grid(
+        grouping,
+        symmetric=given.pop("symmetric"),
+        full=given.pop("full", False),
+        format=given.pop("format", "int"),
+    )
+    return WeightSpec(**given)
 
 
 def shareable(config: dict[str, Any]) -> dict[str, Any]:
@@ -259,13 +281,11 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, WeightSpec]]:
     where = str(folder / STATE_NAME)
     layers = {}
     for name, stored in read_as(State, state, where)["layers"].items():
-        layer = layers[name] = WeightSpec.from_state(name, stored)
-        with explained(f"{where}: layers.{show_key(name)}.scales"):
+        layer = layers[name] = _from_state(name, stored)
+        place = f"{where}: layers.{show_key(name)}.scales"
+        with explained(place):
             if layer.scales != stored["scales"]:
-                raise MoQError(
-                    f"{where}: layers.{show_key(name)}.scales must be {show(layer.scales)}, not "
-                    f"{show(stored['scales'])}"
-                )
+                raise MoQError(f"{place} are not those of its shape")
     return state, layers
 
 
@@ -274,7 +294,7 @@ def proof_in(state: Mapping[str, Any]) -> Proof | None:
     return Proof(**state["proof"]) if state["proof"] else None
 
 
-def check_taken(directory: Path, server: serving.Server) -> None:
+def check_taken(directory: Path, server: Server) -> None:
     """Check that a packed checkpoint can be exported; `moq-hf inspect` says the same.
 
     Raises:
@@ -362,4 +382,4 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
         layout=state["layout"],
         scales=trained.grid_of(str(config.get("dtype") or "float32")).scale_dtype,
     )
-    return [serving.verdict(model, server) for server in serving.SERVERS]
+    return [serving.verdict(model, server) for server in SERVERS]

@@ -22,7 +22,7 @@ from ..names import pretrained
 from ..processes import agree, device_of, is_distributed, shape_of
 from ..quant_linear import QuantLayer, inputs_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
-from ..serving import fused_units
+from ..servers import fused_units
 from ..text import dtype_name
 from ..version import __version__
 from . import messages

@@ -15,7 +15,7 @@ from ..model.inventory import Inventory, is_convolution
 from ..model.selection import embeddings_to_quantize, widest_codes
 from ..model.sizes import TABLE, ModelSizes, percent
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
-from ..serving import REQUIRED
+from ..servers import NAMED
 from ..text import counted
 from .distillation import PARTS, TASK
 from .resume import describe
@@ -83,7 +83,7 @@ def _left_of_kinds(
     """Which weights of other modules than linear layers are left in float, how much they are, and what can be done."""
     known = {*inventory.embeddings, *inventory.tied}
     could = embeddings_to_quantize(inventory, config).keys() - known
-    if any("embedding" in REQUIRED[n].without for n in config.serve):
+    if any("embedding" in NAMED[n].without for n in config.serve):
         could = set()
     for kind, counts in sizes.left.items():
         what, which = (f"{kind}s", "are") if len(counts) > 1 else (kind, "is")

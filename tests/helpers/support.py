@@ -15,7 +15,8 @@ from torch import nn
 from moq_hf import MoQConfig
 from moq_hf.model.delivery import describe
 from moq_hf.model.selection import take_inventory
-from moq_hf.serving import GGUF, ONNX, VLLM, Server, verdict
+from moq_hf.servers import GGUF, ONNX, VLLM, Server
+from moq_hf.serving import verdict
 from moq_hf.text import markdown_table
 
 PAGE = ROOT / "docs" / "reference" / "support.md"

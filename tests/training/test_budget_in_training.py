@@ -18,7 +18,7 @@ from moq_hf import MoQConfig, MoQError, MoQTrainer, PrecisionSchedule, last_chec
 from moq_hf.config_fields import BitBudget
 from moq_hf.report import read_run, write_report
 from moq_hf.schedule import FLOAT_BITS
-from moq_hf.serving import fused_units
+from moq_hf.servers import fused_units
 from moq_hf.training.controller import MoQController
 from moq_hf.training.sensitivity import Sensitivity
 
