@@ -1,5 +1,6 @@
 """`WeightSpec`: what is known of one quantized weight, from the inventory of a model to `moq_state.json`."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
@@ -124,6 +125,11 @@ class WeightSpec:
             pack_bits=state.config.pack_bits or 0,
             blended=bool(state.blend),
         )
+
+    @property
+    def numbers(self) -> int:
+        """How many weights there are."""
+        return math.prod(self.shape)
 
     @property
     def precision(self) -> Precision:

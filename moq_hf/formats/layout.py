@@ -124,22 +124,19 @@ def _shared_scheme(specs: Collection[WeightSpec]) -> SharedScheme:
         spec
         for spec in specs
         if not spec.is_table and (spec.kind == "linear" or is_experts(spec.kind))
-    ] or list(specs)
-    grids = [spec.grid for spec in linears]
+    ]
+    grids = [spec.grid for spec in linears or specs]
     # Layers of other groups repeat their scales: `overrides` may say any.
     row_size = math.gcd(*(grid.grouping.row_size or 0 for grid in grids)) or None
-    width = widest = table_size = others_size = 0
-    for spec in specs:
-        if spec.bits <= MAX_PACKED_BITS:
-            widest = max(widest, spec.bits)
-            if spec.is_table:
-                table_size += math.prod(spec.shape)
-            else:
-                others_size += math.prod(spec.shape)
-                width = max(width, spec.bits)
+    coded = [spec for spec in specs if spec.bits <= MAX_PACKED_BITS]
+    others = [spec for spec in coded if not spec.is_table]
+    widest = max((spec.bits for spec in coded), default=0)
+    width = max((spec.bits for spec in others), default=0)
     # Tables stay floats where the files would grow by giving all other codes their bits.
+    others_size = sum(spec.numbers for spec in others)
+    table_size = sum(spec.numbers for spec in coded) - others_size
     growth = (widest - width) * others_size
     saved = (8 * torch.float32.itemsize - widest) * table_size
-    format, *others = {spec.format for spec in linears}
-    format = "int" if others else format
+    formats = {spec.format for spec in linears or specs}
+    format = formats.pop() if len(formats) == 1 else "int"
     return SharedScheme(row_size, grids[0].symmetric, growth <= saved, format)

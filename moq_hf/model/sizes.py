@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import json
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -153,7 +152,7 @@ class ModelSizes:
     def layer_bits(self) -> float:
         """The mean bits of the weights of quantized layers now, embedding tables apart."""
         layers = [spec for spec in self._now() if spec.kind != "embedding"]
-        return sum(map(_bits_of, layers)) / sum(math.prod(x.shape) for x in layers)
+        return sum(map(_bits_of, layers)) / sum(spec.numbers for spec in layers)
 
     @property
     def float_mb(self) -> float:
@@ -256,7 +255,7 @@ class ModelSizes:
             what = f"codes of {either(gaps)} bits are delivered packed"
             container = 4 if gaps == [3] else 8
             ways.append("take 2, 4 or 8 bits")
-            codes = sum(math.prod(x.shape) for x in packed if x.width in gaps)
+            codes = sum(x.numbers for x in packed if x.width in gaps)
             ways.append(
                 f"set pack_bits to {container}, which keeps the codes as they are, in {container} bits each: "
                 f"{codes * container / 8e6:.3g} MB for those of {either(gaps)} bits"
@@ -281,9 +280,9 @@ class ModelSizes:
 
 def _bits_of(spec: WeightSpec) -> int:
     """All bits of a weight without its scales, those of its own dtype where it is not quantized."""
-    is_float = spec.bits == FLOAT_BITS
-    bits = 8 * spec.dtype.itemsize if is_float else spec.bits
-    return math.prod(spec.shape) * bits
+    if spec.bits == FLOAT_BITS:
+        return 8 * spec.dtype.itemsize * spec.numbers
+    return spec.bits * spec.numbers
 
 
 class FileSize:
