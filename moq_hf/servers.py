@@ -99,7 +99,7 @@ WITHOUT = {
         "it takes no packed experts",
         "name them in modules_to_not_convert",
     ),
-    # Not the matrices of experts, which the packed layout has each by itself.
+    # In the packed layout each matrix of an expert is a tensor by itself.
     "expert": (
         "it has no place for experts that are one tensor in the files",
         "name them in modules_to_not_convert, but GPT-OSS in MXFP4 needs no export: llama.cpp's converter copies its "
@@ -110,13 +110,13 @@ WITHOUT = {
         "embeddings: null is served",
     ),
 }
-# A base model's pooler is not loaded at all.
+# Servers do not load the pooler of a base model at all.
 _HEADS = (
     r"(?<!Model) (.*\.)?(pooler\.dense|classifier|classifier\.(dense|out_proj)|head\.dense|lm_head\.dense|"
     r"predictions\.transform\.dense|pre_classifier)$"
 )
-# These get no name when vLLM makes them, so that no target matches, or are loaded in
-# another order of rows.
+# vLLM makes these without a name, so that no target matches, or loads their rows in
+# another order.
 _UNNAMED = (
     r"MiniCPM3ForCausalLM .*\.q_a_proj$|BloomForCausalLM .*\.query_key_value$|"
     r"(Mamba|FalconMamba|Jamba|FalconH1)ForCausalLM .*\.(in|dt|out)_proj$"
@@ -135,7 +135,7 @@ TRANSFORMERS = Server(
     half_scales=False,
 )
 # Groups other than 32, 64 and 128, and bits other than 4 and 8, run on its Humming
-# kernels. Floats of four bits are as its source has them: none was run with it.
+# kernels. MXFP4 and NVFP4 follow its source: neither was run.
 VLLM = Server(
     "vllm",
     "vLLM, CUDA",
@@ -144,7 +144,7 @@ VLLM = Server(
     range(2, 9),
     multiple=16,
     fuses=True,
-    # Conv1D is floats in the files.
+    # The files hold Conv1D layers as floats.
     without=("embedding",),
     has_bytes=True,
     inputs="its kernels leave inputs beside packed weights in float, all but Humming's",
@@ -185,7 +185,7 @@ VLLM_CPU = replace(
     rows=32,
     without=("experts", "embedding"),
 )
-# Its Marlin kernels, as its source has them: nothing was run with it.
+# What its Marlin kernels take, by its source: nothing was run.
 SGLANG = replace(
     VLLM,
     key="sglang",
@@ -204,8 +204,7 @@ SGLANG = replace(
     tried="",
     refused=(),
 )
-# Blocks of 32 in Q4_0, Q4_1 and Q8_0; llama.cpp's converter, whose names the file has,
-# drops BERT's pooler.
+# Q4_0, Q4_1 and Q8_0 have blocks of 32. llama.cpp's converter drops BERT's pooler.
 GGUF = Server(
     "llama.cpp",
     "llama.cpp by moq-hf export",
@@ -238,7 +237,7 @@ ONNX = Server(
     range(1, 17),
     range(2, 17),
     without=("conv1d", "experts"),
-    # What torch.onnx.export cannot trace, and what takes neither texts nor pictures alone.
+    # torch.onnx.export cannot trace some, and others take more than texts or pictures.
     classes=r"^(?!.*Head|XLNet|.*Mamba|Jamba|CLIP|Wav2Vec2|WavLM|Whisper).*(For(Sequence|Token|Image)Classification|ForCausalLM|Model)$",
     half_scales=False,
     # The tests of the export.

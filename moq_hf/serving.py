@@ -41,7 +41,7 @@ class Description:
     layout: str = "packed"
 
 
-# Experts in one tensor, which the checkpoints of GPT-OSS and Llama 4 always had.
+# Experts in one tensor, as only checkpoints of GPT-OSS and Llama 4 should have them.
 WHOLE_EXPERTS = re.compile(r"^(?!GptOss|Llama4).*\.experts\.(gate_up_proj|down_proj)$")
 Answer = Literal["yes", "no", "not tried"]
 
@@ -102,7 +102,7 @@ def verdict(model: Description, server: Server) -> Verdict:
     if not reasons:
         answer = "yes" if is_tried else "not tried"
     if server is TRANSFORMERS:
-        # The one that is installed loads and proves what is delivered.
+        # The installed version loads and proves what is delivered.
         server = replace(server, version=installed("transformers"))
     return Verdict(server, answer, reasons, tuple(notes))
 
@@ -134,7 +134,7 @@ def _reasons(model: Description, server: Server) -> list[str]:
         reasons.append(
             f"it does not answer as the model did: {model.unserved}; see the proof in moq_state.json"
         )
-    # Of each fault the layers, and what of them does not fit.
+    # Fault -> {layer: offending value}.
     faults: dict[tuple[str, str], dict[str, Any]] = {}
     for text, instead, names in _unlike_siblings(model) if server.fuses else ():
         faults[text, instead] = dict.fromkeys(names)
@@ -194,7 +194,7 @@ def _faults(
             instead = "embeddings 8 is served"
         yield f"its groups are {groups}", size, instead
     rows, columns = weight.shape
-    # llama.cpp's blocks of NVFP4 are of four groups.
+    # Four groups make a block of NVFP4 in llama.cpp.
     is_in_fours = server.repacks and weight.format == "nvfp4"
     multiple = 64 if is_in_fours else server.columns
     if columns % multiple:
@@ -212,7 +212,7 @@ def _unlike_siblings(model: Description) -> Iterator[tuple[str, str, list[str]]]
     """Yield what a server that fuses layers does not take beside each other: why, what would be served, and names."""
     grids = dict.fromkeys(model.floats, "floats")
     grids |= {name: weight.as_served for name, weight in model.weights.items()}
-    # Where no layer has codes the files have the names of each.
+    # Without any codes the files have a name for each expert.
     whole = [
         name
         for name, grid in grids.items()

@@ -13,7 +13,7 @@ from ..seams.transformers import compress, decompress
 from ..weight_spec import WeightSpec
 from .stored import EncodedWeight, StoredWeight
 
-# Codes in words of 32 bits, or two floats to a byte.
+# Codes are packed into words of 32 bits, or two floats into a byte.
 PACKED = "pack-quantized"
 
 
@@ -55,13 +55,12 @@ def write(
         args |= {"strategy": "block", "block_structure": [1, columns // groups]}
     elif size is not None:
         args |= {"strategy": "group", "group_size": size}
-        # A layer may have fewer scales than the scheme that it takes has groups.
+        # The shared scheme may have more groups than the layer has scales.
         groups = columns // size
-    # Servers know a scale for each channel or group, none for a block of rows; nor does
-    # compressed-tensors 0.18 where there are zero points.
+    # Servers have no scales for blocks of rows, nor has compressed-tensors 0.18 where
+    # there are zero points.
     scale = per_weight(values.scale, (rows, groups))
-    # The library's compressors take floats on the grid, and divide them by the scales
-    # again.
+    # The library's compressors take floats and divide them by the scales.
     parts = {
         "weight": dequantize(*values),
         "weight_scale": scale.to(spec.scale_dtype),
@@ -139,8 +138,7 @@ def read(stored: StoredWeight) -> Quantized:
     scale = tensors["weight_scale"].float() / (fp4.unit if fp4 else 1.0)
     zero = tensors.get("weight_zero_point")
     codes = (tensors["weight"] / per_weight(scale, shape)).round().int()
-    # A table that was given the groups of the linear layers has each scale several
-    # times.
+    # A table that took the groups of the linear layers repeats its scales.
     once = slice(None, None, scale.shape[1] // stored.layer.scales[1])
     if stored.layer.symmetric or zero is None:
         return Quantized(codes, scale[:, once], None)

@@ -47,8 +47,7 @@ def read(stored: StoredWeight) -> Quantized:
         codes = torch.where(weight < 0, -1.0, 1.0)
     values = Quantized(codes.int(), scale, zero)
     off = dequantize(*values, dtype=weight.dtype) != weight
-    # A half dtype rounds by up to a step and more, so that the nearest code may be the
-    # next one's.
+    # Half precision may round a float to the other side of its neighbor.
     for step in (-1, 1) if weight.dtype != torch.float32 and off.any() else ():
         others = values._replace(codes=(values.codes + step).clamp(low, high))
         off &= dequantize(*others, dtype=weight.dtype) != weight

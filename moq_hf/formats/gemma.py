@@ -22,7 +22,7 @@ from .layout import LayoutSpec
 from .stored import EncodedWeight, Form, StoredWeight, per_row
 
 _NAME = "gemma"
-# What fits, for the error.
+# For the error.
 _LEGAL = (
     'is for nn.Linear and tables of 1 to 8 bits, symmetric, with no more than one scale for a row ("groups", '
     'not "group_size"), and scale_dtype must be the dtype of weights that are not float32; '
@@ -45,13 +45,13 @@ def fits(spec: WeightSpec) -> bool:
 def write(
     values: Quantized, spec: WeightSpec, input_scale: Tensor | None
 ) -> EncodedWeight:
-    """Codes, the lowest bits of a byte first, float32 scales, and of a linear layer the scales of in- and outputs.
+    """Codes, the lowest bits of a byte first, float32 scales, and for a linear layer the scales of its in- and outputs.
 
-    Those are 0 where nothing is rounded.
+    These are 0 where nothing is rounded.
     """
     width = next(width for width in (2, 4, 8) if spec.width <= width)
     own = replace(spec, pack_bits=width, inputs=None)
-    # The codes themselves: a scale of a binary row may be 0, which nothing divides by.
+    # With scales of 1 the library packs the codes; the scale of a binary row may be 0.
     ones = values._replace(scale=torch.ones_like(values.scale))
     words, scheme, _ = compressed.write(ones, own, None, compressed.PACKED)
     count = -(-spec.shape[1] * width // 8)

@@ -1,4 +1,4 @@
-"""A byte for each weight: compressed-tensors' `int-quantized`, of embedding tables and of layers with int8 inputs.
+"""A byte for each weight: compressed-tensors' `int-quantized`, for embedding tables and layers with int8 inputs.
 
 transformers initializes tables, and ties weights, by the name `weight`, which the codes
 keep. Modules that are tied to the table have the same codes, which are stored once, and

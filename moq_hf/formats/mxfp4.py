@@ -1,8 +1,8 @@
 """Experts of GPT-OSS in MXFP4 as OpenAI's own checkpoints have them, by `quant_method: "mxfp4"` of transformers.
 
-The bytes are those of compressed-tensors' format, under other names: of a parameter
-`[experts, columns, rows]` the codes `_blocks` `[experts, rows, columns / 32, 16]` and the
-exponents `_scales` `[experts, rows, columns / 32]`. transformers unpacks them while
+The bytes are those of compressed-tensors' format, under other names: a parameter
+`[experts, columns, rows]` has its codes in `_blocks` `[experts, rows, columns / 32, 16]`
+and its exponents in `_scales` `[experts, rows, columns / 32]`. transformers unpacks them while
 loading, to the dtype of the model.
 """
 

@@ -9,7 +9,7 @@ from ..weight_spec import MAX_PACKED_BITS, WeightSpec
 from . import compressed
 from .stored import EncodedWeight, Form
 
-# Bits of a word of packed codes.
+# Bits of a word.
 _WORD = 32
 
 

@@ -40,7 +40,7 @@ class EncodedWeight(NamedTuple):
         parts = dict(self.parts)
         weight = parts.pop("weight", None)
         owners = (spec.name,) if weight is None else (spec.name, *spec.tied)
-        # Experts are a parameter, any other layer is a module.
+        # Experts are a parameter; any other layer is a module.
         joint = "_" if is_experts(spec.kind) else "."
         tensors = {
             f"{owner}{joint}{part}": tensor if owner == spec.name else tensor.clone()
@@ -70,9 +70,9 @@ class StoredWeight(NamedTuple):
     def check(self, values: Quantized) -> None:
         """Check that codes, scales and zero points are of the grid that the layer declares, and need its bits.
 
-        Some code needs them, as that of a group's largest weight does: stochastic
-        rounding may leave it one short, an asymmetric grid two. Ternary and binary
-        grids have other codes.
+        The code of a group's largest weight needs them, though stochastic rounding may
+        leave it one short and an asymmetric grid two. Ternary and binary grids have other
+        codes.
 
         Raises:
             MoQError: They are not, or do not; names the layer.
@@ -100,12 +100,12 @@ class StoredWeight(NamedTuple):
                     raise MoQError(
                         f"{self.where}: {what} beyond {precision.high} at {bits} bits"
                     )
-        # A group of zeros has the scale 1, and one that is too small for float16 has
-        # its least value.
+        # Groups of zeros have the scale 1, and groups too small for float16 its least
+        # value: their codes tell nothing.
         shows_bits = bool(((scale != 1) & (scale.abs() > 2.0**-24)).any())
         fewer = precision.grid.at(bits - 1)
         needs_fewer_bits = fewer.low <= lowest < highest <= fewer.high
-        # Small codes that are floats may be those of scales that are as small as can be.
+        # Floats may have small codes because their scales cannot be smaller.
         is_told = bits > 2 and not precision.is_fp4
         if is_told and shows_bits and needs_fewer_bits:
             raise MoQError(

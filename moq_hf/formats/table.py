@@ -11,13 +11,12 @@ from . import floats, gemma, int_quantized, mxfp4, pack_quantized
 from .layout import LayoutSpec
 from .stored import Form
 
-# "packed" is what servers take: the modules hold packed weights after
-# loading, and the model's first forward pass unpacks them. It does not fit models whose `_init_weights` reaches into
-# other weights (T5), nor those whose parts are called by themselves (the encoder by `generate` of BART, the towers of
-# CLIP). Nor can transformers load packed zero points so, which is how servers take asymmetric grids. These models are
-# "unpacked". Where neither computes what the model did, the layout is "floats": ordinary weights on their
-# grid. "gemma" is written where it is asked for alone: plain transformers keeps such weights packed, and no server
-# takes them. "mxfp4" is of GPT-OSS whose experts are all in MXFP4.
+# "packed" is what servers take: after loading, the modules hold packed weights, which the model's first forward pass
+# unpacks. It does not fit models whose `_init_weights` reaches into other weights (T5), nor those whose parts are
+# called by themselves (BART's encoder by `generate`, the towers of CLIP). Nor can transformers load packed zero points
+# that way, which is how servers take asymmetric grids. These models are "unpacked". Where neither computes what the
+# model did, the layout is "floats": ordinary weights on their grid. "gemma" is written only where it is asked for:
+# plain transformers keeps such weights packed, and no server takes them. "mxfp4" is for GPT-OSS with experts in MXFP4.
 _LAYOUTS = (
     LayoutSpec(
         "packed",
@@ -41,23 +40,22 @@ _LAYOUTS = (
     gemma.LAYOUT,
     mxfp4.LAYOUT,
 )
-# What a user asks for.
+# A layout by its name.
 Layout = str
 LAYOUTS: dict[Layout, LayoutSpec] = {layout.name: layout for layout in _LAYOUTS}
 # By the names that `moq_state.json` has for them.
 FORMS: dict[str, Form] = {
     form.name: form for layout in _LAYOUTS for form in layout.forms
 }
-# How names of tensors in the files end where that is not a dot and the name of the part,
-# and the part.
+# The part of a weight by the unusual ending that its tensor's name has; see `Form`.
 ENDINGS = {
     ending: part for form in FORMS.values() for ending, part in form.endings.items()
 }
 
-# The same of folders whose codes are floats: no others were tried.
+# The least versions for packed codes that are floats: no others were tried.
 FP4_NEEDS = {"transformers": "5.23.0", "compressed-tensors": "0.20.0"}
-# Widths that do not divide a word of 32 bits. compressed-tensors packs them without gaps
-# from this version on, and reads no others than it packs.
+# From this version on compressed-tensors packs codes without gaps, and reads only those,
+# where their width does not divide a word of 32 bits.
 GAPLESS = "0.18.0"
 
 # Why no layout with codes fits a model.

@@ -113,7 +113,7 @@ def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, Weig
         own = config.of(name)
         width = own.bits if isinstance(own.bits, int) else bits
         if name in inventory.experts:
-            # Servers meet the matrix of each expert.
+            # Servers meet each expert's matrix by itself.
             _, *shape = matrix_of(module, parameter)
         else:
             weight: Any = module.weight
@@ -156,7 +156,7 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
     for name, spec in _specs(inventory, config, bits).items():
         if not rounds_inputs:
             spec = replace(spec, inputs=None)
-        # Beside packed layers, experts that are not split keep their name.
+        # Experts without codes stay one tensor.
         if name not in inventory.experts or not spec.has_codes:
             weights[saved(name)] = spec
             continue

@@ -27,7 +27,7 @@ from ..weight_matrix import Kind
 
 # The layers whose bits the schedule sets.
 Layer = nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d
-# The list of layers in DeepSpeed's default config; where it exists, it alone is measured.
+# The list in DeepSpeed's default config; where it exists, no other is measured.
 BERT_LAYERS = "bert.encoder.layer"
 LINEARS = (nn.Linear, Conv1D)
 CONVOLUTIONS = (
@@ -39,8 +39,7 @@ CONVOLUTIONS = (
     nn.ConvTranspose3d,
 )
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-# How embedding tables are quantized, whatever the config says of linear layers; those
-# of few bits may have their groups and range.
+# How embedding tables are quantized; see `grid_of`.
 _ROWS = Grid(PerChannel(), search="absmax")
 
 
@@ -98,8 +97,8 @@ class Inventory:
             merged: Whether PEFT's adapters are, or will be, merged into its layers.
         """
         model = unwrapped(model)
-        # Where activation checkpointing wraps a module under the same name, this takes
-        # the module.
+        # Activation checkpointing wraps modules under their names; this takes the inner
+        # ones.
         modules = dict(named_modules(model))
         added = tuple(adapters(model, merged))
         return cls(model, modules, added, merged)
@@ -277,16 +276,16 @@ def misfit(module: nn.Module) -> str | None:
         nn.Conv1d.forward,
         nn.Conv2d.forward,
     )
-    # A layer that is quantized already has our forward pass and the attribute `moq`.
-    # Accelerate wraps the forward of the instance, not of the class.
+    # A quantized layer has our forward pass. Accelerate wraps the instance's, not the
+    # class's.
     if (
         type(module).forward not in plain
         and not hasattr(module, "moq")
         and not is_scaled_table(type(module))
     ):
         return "a forward of its own"
-    # Parametrizations and the old weight_norm compute the weight at each access, so
-    # there is no parameter to train or to save.
+    # Parametrizations and the old weight_norm compute the weight at each access: there
+    # is no parameter to train or save.
     weight = module._parameters.get("weight")
     if not isinstance(weight, nn.Parameter):
         return "a computed weight"
@@ -304,7 +303,7 @@ def unfit(weight: Tensor) -> str | None:
     if weight.is_nested or weight.layout != torch.strided:
         layout = "nested" if weight.is_nested else dtype_name(weight.layout)
         return f"a weight in the layout {layout}"
-    # Those of torchao have a dtype of floats and hold something else.
+    # torchao's tensors have a float dtype and hold something else.
     is_own = type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if is_own and not is_sharded(weight):
         library = type(weight).__module__.partition(".")[0]

@@ -40,7 +40,7 @@ from ..weight_spec import DENSE, MAX_PACKED_BITS, WeightSpec
 from .inventory import Inventory, is_convolution
 
 TABLE = "embedding table"
-# Length of safetensors' names of dtypes that are not three letters long.
+# safetensors' names of other dtypes have three letters.
 _LETTERS = {torch.bfloat16: 4, torch.bool: 4, torch.int8: 2, torch.uint8: 2}
 
 
@@ -74,7 +74,7 @@ def _tensors_of(spec: WeightSpec) -> dict[str, Tensor]:
 def _bytes_of(spec: WeightSpec) -> int:
     """Bytes of a weight in a folder, but for the shapes that stand beside packed codes."""
     if spec.matrices is not None:
-        # As one matrix they are as large.
+        # One matrix of all rows is as large as those of the experts.
         spec = replace(spec, matrices=("matrix",))
     tensors = _tensors_of(spec)
     return sum(t.nbytes for name, t in tensors.items() if not name.endswith("shape"))
@@ -199,7 +199,7 @@ class ModelSizes:
         )
         for _, spec in self._weights:
             own = config.of(spec.name)
-            # A budget may give any of its choices.
+            # A budget may end with any of its choices.
             is_fixed = own.budget is None and spec.kind != "embedding"
             at = spec.at(own.targets[0] if is_fixed else MAX_PACKED_BITS)
             why = pack_quantized.misfit(at)
@@ -232,7 +232,7 @@ class ModelSizes:
         if is_packed and lacking(LAYOUTS["unpacked"].needs) and self.is_unpacked:
             layout = LAYOUTS["unpacked"]
         placed = list(layout.placed(fixed).values())
-        # All experts are as wide as the widest.
+        # The codes of all experts are as wide as the widest.
         least = max((x.width for x in placed if is_experts(x.kind)), default=0)
         for spec in choices:
             if is_experts(spec.kind):
@@ -317,7 +317,7 @@ class FileSize:
         fixed = of_tables | dict(fixed or {})
         for name, bits in fixed.items():
             self._fixed |= self._tensors(name, bits)
-        # The end of the data at the most bits: no offset in the header has more digits.
+        # Where the data would end at the most bits, so that no offset has more digits.
         self._end = 0
         self._end = self.of_rest() + sum(
             self.of_layer(name, MAX_PACKED_BITS) for name in layers if name not in fixed
@@ -396,7 +396,7 @@ def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def parts_are_called(model: nn.Module) -> bool:
     """Whether users call parts of the model by themselves, past the first forward pass that would unpack all of it."""
     config = getattr(model, "config", None)
-    # Sentence Transformers call `forward`, past hooks.
+    # Sentence Transformers call `forward` directly, past hooks.
     return bool(
         body_of(model)
         or getattr(config, "is_encoder_decoder", False)

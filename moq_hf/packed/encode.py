@@ -1,4 +1,4 @@
-"""The layers of one model on their way into the files: the form that each is stored in, and the config groups.
+"""`Encoder`: writes the layers of one model in the form that fits each, and names them in config groups.
 
 A config group names its modules by patterns that hold in transformers and in servers,
 which rename and fuse layers. A server puts other prefixes before a name, other modules
@@ -40,7 +40,7 @@ from ..weight_spec import FLOAT, WeightSpec
 _Value = TypeVar("_Value")
 # The config group of packed experts.
 _EXPERTS = "experts"
-# Whatever stands before, and between two parts of a name.
+# Whatever stands before a name, or between two parts of it.
 _ANY = r"(?:.*\.)?"
 # What the files call the matrix of an expert.
 _MATRIX = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
@@ -126,8 +126,8 @@ class Encoder:
         scales = {
             dtype_name(spec.scale_dtype) for spec in coded if spec.format == "int"
         }
-        # Packed modules load their scales in the model's dtype: a narrower one than
-        # theirs would round them. What is unpacked while loading is cast once, after it.
+        # Packed modules load their scales in the model's dtype, and a narrower one would
+        # round them. Weights that are unpacked while loading are cast once, afterwards.
         self.model_dtypes = {
             dtype_name(parameter.dtype)
             for name, parameter in inventory.parameters()
@@ -140,12 +140,12 @@ class Encoder:
 
     @property
     def is_asymmetric(self) -> bool:
-        """Whether packed layers have zero points."""
+        """True if packed layers have zero points."""
         return any(not self._specs[name].grid.symmetric for name in self.packed)
 
     @property
     def needs_bfloat16(self) -> bool:
-        """Whether packed layers have floats for codes, which are unpacked in bfloat16 and in no other dtype."""
+        """True if packed codes are floats, which are unpacked in bfloat16 and in no other dtype."""
         return any(self._specs[name].format != "int" for name in self.packed)
 
     @property
@@ -167,7 +167,7 @@ class Encoder:
         matrices = None
         if layer.kind == "experts":
             same = [each for each in self.layers.values() if each.kind == "experts"]
-            # They have one scheme in the files.
+            # The files have one scheme for all of them.
             if len({each.moq.precision.format for each in same}) == 1:
                 shape = shape_of(layer.float_weight)
                 matrices = matrix_names(self._model, name, shape)
@@ -179,7 +179,7 @@ class Encoder:
         return replace(spec, left_alone=left_alone)
 
     def _with_inputs(self, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
-        """The specs of layers whose inputs are rounded, with how; none where the files cannot say that of all."""
+        """The layers whose inputs are rounded, with their grids; none where the files have no place for some."""
         found = {}
         for name, layer in self.layers.items():
             inputs = layer.moq.inputs
@@ -218,10 +218,10 @@ class Encoder:
 
         def handed(values: Tensor) -> Tensor:
             if state.lora and not layer.float_weight.is_meta:
-                # Another device may sum in another order than the one that has trained.
+                # Sums of adapters depend on the device: take the one that trained them.
                 values = values.to(device_of(layer.float_weight))
-            # An engine may have handed the weight over in a narrower dtype, so that the
-            # evaluated model had a weight that was rounded to it first.
+            # Where an engine hands weights over in a narrower dtype, the evaluated model
+            # had quantized what was rounded to it.
             return values.to(state.handed_dtype or values.dtype)
 
         source = saved(layer.float_weight)
@@ -252,7 +252,7 @@ class Encoder:
                 raise MoQError(
                     f"{parameter_of(name, spec.kind)} cannot be quantized: {error}"
                 ) from error
-            # Only so large a scale needs a second look.
+            # Only a scale this large can make a weight overflow.
             farthest = values.scale.abs().amax() * state.precision.reach
             if farthest > torch.finfo(weight.dtype).max:
                 dense = quantizer.dequantize(*values, dtype=weight.dtype)
@@ -284,8 +284,7 @@ class Encoder:
     def _group(self, name: str, scheme: dict[str, Any]) -> str:
         """Add a layer to the config group with its scheme, and return the name of the group."""
         if name in self._matrices:
-            # Experts have a group of their own, which stands first, because loaders
-            # take the first group that names experts.
+            # Loaders take the first group that names experts, so theirs stands first.
             self.groups = {_EXPERTS: scheme, **self.groups}
             return _EXPERTS
         others = [group for group in self.groups if group != _EXPERTS]
@@ -317,7 +316,7 @@ class Encoder:
         for name, tensor in tensors.items():
             layer = name
             name_in_files = names_in_files.get(id(tensor), name)
-            # Experts are a parameter, any other layer is a module.
+            # Experts are a parameter; any other layer is a module.
             if layer not in layers:
                 layer = layer.rpartition(".")[0]
                 name_in_files = name_in_files.rpartition(".")[0]
@@ -414,7 +413,7 @@ class Patterns:
         self.names = list(names)
         self.prefix = f"{prefix}." if prefix else ""
         paths = [path.split(".") for path in lists]
-        # The name of a layer in a block: list, number and the rest.
+        # A layer in a block is called by the list, the number of the block, and the rest.
         any_list = "|".join(map(re.escape, lists))
         self._in_list = re.compile(rf"({any_list})\.(\d+)\.(.+)")
         self.lists = {

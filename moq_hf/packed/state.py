@@ -36,7 +36,7 @@ from .files import ADAPTER, CONFIG, read_document, tokenizer_files
 from .load_check import Proof, has_failed
 
 STATE_NAME = "moq_state.json"
-# Format 1 was 0.1.0's and is not read.
+# Format 1 was that of 0.1.0, which is not read any more.
 STATE_FORMAT = 2
 
 
@@ -129,13 +129,13 @@ def state_of(
 
 
 def _in_state(spec: WeightSpec) -> dict[str, Any]:
-    """What `moq_state.json` says of a weight."""
+    """A weight as `moq_state.json` has it."""
     same = {key: getattr(spec, key) for key in StoredLayer.__annotations__}
     return {**same, "grid": spec.grid_text}
 
 
 def _from_state(name: str, stored: StoredLayer) -> WeightSpec:
-    """The weight of which `moq_state.json` says this."""
+    """The weight that an entry of `moq_state.json` describes."""
     given: dict[str, Any] = {**stored, "name": name}
     rows, columns = stored["shape"]
     blocks, groups = given.pop("scales")
@@ -217,7 +217,7 @@ def clean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     {'f1': 0.5, 'matrix': '[1, 2]', 'odd': None}
     """
     clean: dict[str, Any] = {}
-    # A run that was resumed has them in the order of its checkpoint, which is this one.
+    # Sorted as checkpoints have them, so that a resumed run writes the same.
     for name, value in sorted(metrics.items()):
         if isinstance(value, (bool, int, str)) or value is None:
             clean[name] = value
@@ -355,7 +355,7 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
     trained = MoQConfig.from_dict(state["config"])
     inputs = trained.activations.grid if state["rounds_inputs"] else None
     weights = {}
-    # Packed experts lie in the files matrix by matrix.
+    # The files hold packed experts matrix by matrix.
     for name, layer in by_matrix(layers).items():
         grid = layer.grid
         if trained.grouping.row_size == layer.shape[1]:
