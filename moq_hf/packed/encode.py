@@ -42,6 +42,9 @@ _Value = TypeVar("_Value")
 _EXPERTS = "experts"
 # Whatever stands before a name, or between two parts of it.
 _ANY = r"(?:.*\.)?"
+# Where a layer stands: its list of blocks, the number of its block, a pattern of what may
+# lie between that and the end of its name, and that end.
+_Place = tuple[str, str, str, str]
 # What the files call the matrix of an expert.
 _MATRIX = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
 
@@ -413,9 +416,10 @@ class Patterns:
         self.names = list(names)
         self.prefix = f"{prefix}." if prefix else ""
         paths = [path.split(".") for path in lists]
-        # A layer in a block is called by the list, the number of the block, and the rest.
+        # A layer in a block is called by the list, the number of the block, and the rest
+        # with its last part.
         any_list = "|".join(map(re.escape, lists))
-        self._in_list = re.compile(rf"({any_list})\.(\d+)\.(.+)")
+        self._in_list = re.compile(rf"({any_list})\.(\d+)\.((?:.+\.)?([^.]+))")
         self.lists = {
             path: (_own_end(path.split("."), paths), count)
             for path, count in lists.items()
@@ -435,11 +439,11 @@ class Patterns:
             would not tell the groups apart, the names.
         """
         owners = {name: group for group, members in groups.items() for name in members}
-        tails = self._tails({**dict.fromkeys(ungrouped), **owners})
+        places = self._places({**dict.fromkeys(ungrouped), **owners})
         targets = {
-            group: self._patterns(members, tails) for group, members in groups.items()
+            group: self._patterns(members, places) for group, members in groups.items()
         }
-        ignore = self._patterns(ungrouped, tails)
+        ignore = self._patterns(ungrouped, places)
         for name in self.names:
             found = [group for group in targets if _matches(name, targets[group])]
             if _matches(name, ignore):
@@ -449,44 +453,36 @@ class Patterns:
                 return names, list(ungrouped)
         return targets, ignore
 
-    def _tails(self, owners: Mapping[str, str | None]) -> dict[str, tuple[str, str]]:
-        """Return a name's last part if only layers of its group have it in their block, else all parts.
-
-        Before it stands the pattern of what may lie between the block and this part.
-        """
+    def _places(self, owners: Mapping[str, str | None]) -> dict[str, _Place]:
+        """Find each layer in its block: by its last part if only layers of its group have that there, else by all."""
+        matches = ((name, self._in_list.fullmatch(name)) for name in owners)
+        parts = {name: match.groups() for name, match in matches if match}
         groups_with: dict[tuple[str, str, str], set[str | None]] = {}
-        places: dict[str, tuple[str, str, str]] = {}
-        rests: dict[str, str] = {}
-        for name, owner in owners.items():
-            match = self._in_list.fullmatch(name)
-            if match is not None:
-                path, index, rest = match.groups()
-                rests[name] = rest
-                places[name] = (path, index, rest.rpartition(".")[2])
-                groups_with.setdefault(places[name], set()).add(owner)
-        tails = {}
-        for name, place in places.items():
-            last = place[2]
+        for name, (path, index, _, last) in parts.items():
+            groups_with.setdefault((path, index, last), set()).add(owners[name])
+        places = {}
+        for name, (path, index, rest, last) in parts.items():
             # The whole rest of a name has nothing between it and its block.
-            is_whole = len(groups_with[place]) > 1 or rests[name] == last
-            tails[name] = ("", rests[name]) if is_whole else (_ANY, last)
-        return tails
+            is_whole = len(groups_with[path, index, last]) > 1 or rest == last
+            between, tail = ("", rest) if is_whole else (_ANY, last)
+            places[name] = path, index, between, tail
+        return places
 
     def _patterns(
-        self, members: Sequence[str], tails: Mapping[str, tuple[str, str]]
+        self, members: Sequence[str], places: Mapping[str, _Place]
     ) -> list[str]:
-        places: dict[tuple[str, str, str], dict[str, None]] = {}
+        numbers_of: dict[tuple[str, str, str], dict[str, None]] = {}
         patterns = []
         for name in members:
-            match = self._in_list.fullmatch(name)
-            if match is None:
+            if name in places:
+                path, index, between, tail = places[name]
+                numbers_of.setdefault((path, between, tail), {})[index] = None
+            else:
                 own = re.escape(name.removeprefix(self.prefix))
                 patterns.append(f"re:{_ANY}{own}$")
-            else:
-                places.setdefault((match[1], *tails[name]), {})[match[2]] = None
         # Layers of the same blocks have one pattern.
         shared: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
-        for (path, between, tail), numbers in places.items():
+        for (path, between, tail), numbers in numbers_of.items():
             key = (path, tuple(numbers), between)
             shared.setdefault(key, []).append(re.escape(tail))
         for (path, indices, between), ends in shared.items():
