@@ -1,11 +1,11 @@
 """`WeightSpec`: what is known of one quantized weight, from the inventory of a model to `moq_state.json`."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
+from torch import Tensor
 
 from .grid import (
     Format,
@@ -63,8 +63,10 @@ class WeightSpec:
         tied: Modules that loading ties to its layer; a folder has at most their scales
             and zero points.
         matrices: Names in the files of the matrices of experts, in the order of the
-            rows; None for any other layer, and where the files have no place for them.
+            rows, empty while they are not known; None for any other layer, and where the
+            files have no place for them.
         inputs: How the layer's inputs are rounded; None leaves them alone.
+        input_scale: Their scale, `[1]`, where it is static.
         pack_bits: The fewest bits that a packed code of integers takes.
         shared: The scheme that all layers of the folder must have; None where each has
             its own.
@@ -91,6 +93,7 @@ class WeightSpec:
     tied: tuple[str, ...] = ()
     matrices: tuple[str, ...] | None = None
     inputs: InputGrid | None = None
+    input_scale: Tensor | None = field(default=None, compare=False)
     pack_bits: int = 0
     shared: SharedScheme | None = None
     left_alone: bool = False
@@ -101,15 +104,8 @@ class WeightSpec:
     grid_text: tuple[str, str | None] | None = None
 
     @classmethod
-    def of(
-        cls,
-        layer: QuantLayer,
-        *,
-        is_table: bool = False,
-        tied: Iterable[str] = (),
-        matrices: tuple[str, ...] | None = (),
-    ) -> Self:
-        """The spec of a layer at its current bits; `matrices` is for experts in rows, and None for any other layer."""
+    def of(cls, layer: QuantLayer) -> Self:
+        """The spec of a layer at its current bits, as far as the layer itself knows it."""
         state = layer.moq
         return cls(
             kind=layer.kind,
@@ -119,9 +115,7 @@ class WeightSpec:
             name=state.name,
             dtype=layer.weight.dtype,
             full_shape=tuple(shape_of(layer.float_weight)),
-            is_table=is_table,
-            tied=tuple(tied),
-            matrices=matrices if layer.kind == "experts" else None,
+            matrices=() if layer.kind == "experts" else None,
             pack_bits=state.config.pack_bits or 0,
             blended=bool(state.blend),
         )

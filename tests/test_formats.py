@@ -22,7 +22,7 @@ def test_gemma_is_what_transformers_computes(bits: int, columns: int) -> None:
     weight[3] = 0.0
     values = quantize(weight, bits, grid)
     linear, table = (WeightSpec(kind, (40, columns), bits, grid, gemma.FORM.name) for kind in ("linear", "embedding"))
-    encoded = gemma.write(values, linear, None)
+    encoded = gemma.write(values, linear)
     stored = StoredWeight("w", linear, encoded.scheme, encoded.parts)
     found = gemma.read(stored)
     stored.check(found)
@@ -32,7 +32,7 @@ def test_gemma_is_what_transformers_computes(bits: int, columns: int) -> None:
     assert module.weight.dtype == (torch.int8 if width == 8 else torch.uint8)
     assert module._dequantize_weights().equal(dequantize(*values))
     rows = gemma_quant.QuantizedEmbedding(40, columns, torch.float32, num_bits=width)
-    rows.load_state_dict(gemma.write(values, table, None).parts)
+    rows.load_state_dict(gemma.write(values, table).parts)
     assert rows.weight.equal(dequantize(*values))
 
 

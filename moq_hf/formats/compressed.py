@@ -17,9 +17,7 @@ from .stored import EncodedWeight, StoredWeight
 PACKED = "pack-quantized"
 
 
-def write(
-    values: Quantized, spec: WeightSpec, input_scale: Tensor | None, format: str
-) -> EncodedWeight:
+def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
     """The tensors of a weight in a format of compressed-tensors, and the config group that describes them.
 
     The library's grid is (code - zero) * scale with codes from -2^(bits-1), so zero
@@ -94,8 +92,8 @@ def write(
             "strategy": "tensor" if is_static else "token",
             "dynamic": not is_static,
         }
-        if input_scale is not None:
-            parts["input_scale"] = input_scale
+        if spec.input_scale is not None:
+            parts["input_scale"] = spec.input_scale
     return EncodedWeight(parts, scheme)
 
 

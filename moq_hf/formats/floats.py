@@ -12,9 +12,7 @@ from ..weight_spec import DENSE, WeightSpec
 from .stored import EncodedWeight, Form, StoredWeight
 
 
-def write(
-    values: Quantized, spec: WeightSpec, input_scale: Tensor | None
-) -> EncodedWeight:
+def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
     """The weight in its own dtype, with its grid as text."""
     weight = from_rows(
         dequantize(*values, dtype=spec.dtype), spec.kind, spec.full_shape

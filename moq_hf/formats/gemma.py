@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import shortened
 from ..quantizer import Quantized
@@ -42,9 +42,7 @@ def fits(spec: WeightSpec) -> bool:
     )
 
 
-def write(
-    values: Quantized, spec: WeightSpec, input_scale: Tensor | None
-) -> EncodedWeight:
+def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
     """Codes, the lowest bits of a byte first, float32 scales, and for a linear layer the scales of its in- and outputs.
 
     These are 0 where nothing is rounded.
@@ -53,7 +51,7 @@ def write(
     own = replace(spec, pack_bits=width, inputs=None)
     # With scales of 1 the library packs the codes; the scale of a binary row may be 0.
     ones = values._replace(scale=torch.ones_like(values.scale))
-    words, scheme, _ = compressed.write(ones, own, None, compressed.PACKED)
+    words, scheme, _ = compressed.write(ones, own, compressed.PACKED)
     count = -(-spec.shape[1] * width // 8)
     codes = words["weight_packed"].view(torch.uint8)[:, :count].contiguous()
     if width == 8:
@@ -63,7 +61,7 @@ def write(
         parts = {"embedding_quantized": codes, "embedding_scale": scale}
         return EncodedWeight(parts, scheme)
     off = torch.zeros(1, device="cpu")
-    inputs = off if input_scale is None else input_scale
+    inputs = off if spec.input_scale is None else spec.input_scale
     parts = {
         "weight": codes,
         "weight_scale": scale,

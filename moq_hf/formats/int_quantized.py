@@ -22,11 +22,9 @@ def fits(spec: WeightSpec) -> bool:
     )
 
 
-def write(
-    values: Quantized, spec: WeightSpec, input_scale: Tensor | None
-) -> EncodedWeight:
+def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
     """Codes in int8, scales and zero points."""
-    return compressed.write(values, spec, input_scale, "int-quantized")
+    return compressed.write(values, spec, "int-quantized")
 
 
 def unsaved_buffers(name: str, table: nn.Module) -> dict[str, Tensor]:

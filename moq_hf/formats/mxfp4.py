@@ -9,8 +9,6 @@ loading, to the dtype of the model.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from ..quantizer import Quantized
 from ..weight_spec import WeightSpec
 from . import compressed, floats
@@ -25,11 +23,9 @@ def fits(spec: WeightSpec) -> bool:
     return spec.kind == "experts_t" and spec.format == _NAME
 
 
-def write(
-    values: Quantized, spec: WeightSpec, input_scale: Tensor | None
-) -> EncodedWeight:
+def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
     """Codes and exponents."""
-    words, scheme, _ = compressed.write(values, spec, None, compressed.PACKED)
+    words, scheme, _ = compressed.write(values, spec, compressed.PACKED)
     experts, _, rows = spec.full_shape
     scales = words["weight_scale"].view(experts, rows, -1)
     blocks = words["weight_packed"].view(*scales.shape, -1)

@@ -1,7 +1,6 @@
 """Codes packed into words of 32 bits: compressed-tensors' `pack-quantized`, what servers take."""
 
 import torch
-from torch import Tensor
 
 from ..quantizer import Quantized
 from ..weight_matrix import is_experts
@@ -66,11 +65,9 @@ def misfit(spec: WeightSpec) -> str | None:
     return next((why for why, holds in faults.items() if holds), None)
 
 
-def write(
-    values: Quantized, spec: WeightSpec, input_scale: Tensor | None
-) -> EncodedWeight:
+def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
     """Words, scales and packed or plain zero points."""
-    return compressed.write(values, spec, input_scale, compressed.PACKED)
+    return compressed.write(values, spec, compressed.PACKED)
 
 
 FORM = Form("packed", fits, write, compressed.read, stays_packed=True)

@@ -120,8 +120,7 @@ class Form:
     Attributes:
         name: That in `moq_state.json`.
         fits: Whether a weight can be stored so.
-        write: Its codes, scales and zero points as tensors of the files, with the static
-            scale of the layer's inputs, `[1]`, if there is one.
+        write: Its codes, scales and zero points as tensors of the files.
         read: Those tensors as codes, scales and zero points again. Raises `MoQError` if
             they are of another shape or off their grid.
         stays_packed: Whether the module holds codes after loading.
@@ -131,7 +130,7 @@ class Form:
 
     name: str
     fits: Callable[[WeightSpec], bool]
-    write: Callable[[Quantized, WeightSpec, Tensor | None], EncodedWeight]
+    write: Callable[[Quantized, WeightSpec], EncodedWeight]
     read: Callable[[StoredWeight], Quantized]
     stays_packed: bool = False
     endings: Mapping[str, str] = field(default_factory=dict)

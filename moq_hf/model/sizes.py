@@ -66,7 +66,7 @@ def _tensors_of(spec: WeightSpec) -> dict[str, Tensor]:
         scale = _on_meta(spec.scales, torch.float32)
         zero = None if spec.symmetric else scale.int()
         write = FORMS[spec.stored].write
-        encoded = write(Quantized(codes, scale, zero), spec, None)
+        encoded = write(Quantized(codes, scale, zero), spec)
     return encoded.named(spec)
 
 
@@ -118,7 +118,7 @@ class ModelSizes:
             if id(parameter) in owners:
                 layer = owners[id(parameter)]
                 is_table = kinds.get(id(parameter)) == TABLE
-                spec = WeightSpec.of(layer, is_table=is_table)
+                spec = replace(WeightSpec.of(layer), is_table=is_table)
                 self._weights.append((layer, spec))
                 self.quantized += count
                 self._float_bits += count * full
@@ -382,9 +382,13 @@ class FileSize:
     def _tensors(self, name: str, bits: int) -> dict[str, Tensor]:
         """Return the tensors that stand for a layer's weight, on the meta device."""
         tied = [other for other, owner in self._inventory.tied.items() if owner == name]
-        layer, is_table = self._layers[name], name in self._tables
-        spec = WeightSpec.of(layer, is_table=is_table, tied=tied, matrices=None)
-        spec = replace(spec.at(bits), name=name)
+        spec = replace(
+            WeightSpec.of(self._layers[name]).at(bits),
+            name=name,
+            is_table=name in self._tables,
+            tied=tuple(tied),
+            matrices=None,
+        )
         form = LAYOUTS["packed"].form_of(spec)
         return _tensors_of(replace(spec, stored=form.name))
 

@@ -24,7 +24,7 @@ from ..formats.table import FORMS, LAYOUTS, TAKEN_APART, Layout, needs_of
 from ..model.convert import beyond
 from ..model.inventory import LINEARS, Inventory
 from ..names import plain_name
-from ..processes import device_of, shape_of
+from ..processes import device_of
 from ..quant_linear import QuantLayer
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import (
@@ -34,7 +34,7 @@ from ..seams.transformers import (
 )
 from ..servers import FUSED
 from ..text import dtype_name
-from ..weight_matrix import from_rows, is_experts, parameter_of, to_rows
+from ..weight_matrix import from_rows, parameter_of, to_rows
 from ..weight_spec import FLOAT, WeightSpec
 
 _Value = TypeVar("_Value")
@@ -62,8 +62,6 @@ class Encoder:
             to it.
 
     Attributes:
-        forms: Each layer's form: one of `FORMS`, or "float" for one that is not
-            quantized yet.
         has_codes: Whether any layer is stored as codes.
         widths: The bits that codes have in the files.
         packed: The layers whose modules hold packed weights after loading.
@@ -114,15 +112,12 @@ class Encoder:
         misfit = self._layout.misfit(self._specs.values())
         if misfit is not None:
             raise MoQError(f"layout {layout} {misfit}")
-        self.forms = {name: spec.stored for name, spec in self._specs.items()}
-        packed = [n for n, form in self.forms.items() if _stays_packed(form)]
-        self._matrices = {
-            name: self._specs[name].matrices or ()
-            for name in packed
-            if is_experts(layers[name].kind)
-        }
-        self.packed = [name for name in packed if name not in self._matrices]
         coded = [spec for spec in self._specs.values() if spec.has_codes]
+        packed = [spec for spec in coded if FORMS[spec.stored].stays_packed]
+        self._matrices = {
+            spec.name: spec.matrices for spec in packed if spec.matrices is not None
+        }
+        self.packed = [spec.name for spec in packed if spec.name not in self._matrices]
         self.has_codes = bool(coded)
         self.widths = {spec.width for spec in coded}
         self.dtypes = {dtype_name(spec.dtype) for spec in coded}
@@ -167,17 +162,16 @@ class Encoder:
         return bool(self._matrices or self.names or not is_known)
 
     def _spec(self, name: str, layer: QuantLayer) -> WeightSpec:
-        matrices = None
-        if layer.kind == "experts":
+        spec = WeightSpec.of(layer)
+        if spec.kind == "experts":
             same = [each for each in self.layers.values() if each.kind == "experts"]
+            formats = {each.moq.precision.format for each in same}
+            matrices = matrix_names(self._model, name, spec.full_shape)
             # The files have one scheme for all of them.
-            if len({each.moq.precision.format for each in same}) == 1:
-                shape = shape_of(layer.float_weight)
-                matrices = matrix_names(self._model, name, shape)
-        tied = self.tied.get(name, ())
-        is_table = layer.kind == "embedding" or bool(tied)
-        spec = WeightSpec.of(layer, is_table=is_table, tied=tied, matrices=matrices)
-        spec = replace(spec, name=name)
+            spec = replace(spec, matrices=matrices if len(formats) == 1 else None)
+        tied = tuple(self.tied.get(name, ()))
+        is_table = spec.kind == "embedding" or bool(tied)
+        spec = replace(spec, name=name, tied=tied, is_table=is_table)
         left_alone = self._layout.leaves_alone(self._model, spec, layer)
         return replace(spec, left_alone=left_alone)
 
@@ -188,8 +182,10 @@ class Encoder:
             inputs = layer.moq.inputs
             if inputs is None:
                 continue
-            found[name] = spec = replace(specs[name], inputs=inputs.grid)
-            has_scale = inputs.scale is not None or inputs.grid.scale == "per_token"
+            scale = None if inputs.scale is None else inputs.scale.float().cpu()
+            spec = replace(specs[name], inputs=inputs.grid, input_scale=scale)
+            found[name] = spec
+            has_scale = scale is not None or inputs.grid.scale == "per_token"
             is_trained = inputs.active and has_scale and not spec.blended
             if not is_trained or not self._layout.takes_inputs(spec):
                 return {}
@@ -197,9 +193,9 @@ class Encoder:
 
     def why_in_float(self, name: str) -> str:
         """Why the files have no codes for a layer, in words."""
-        if self.forms[name] == "float":
-            return "training ended before they were at their bits"
         spec = self._specs[name]
+        if spec.stored == FLOAT:
+            return "training ended before they were at their bits"
         fault = None if spec.left_alone else pack_quantized.misfit(spec)
         if fault is None and self.layout == "floats" and takes_apart(self._model, ()):
             return TAKEN_APART
@@ -264,13 +260,8 @@ class Encoder:
             on_cpu: list[Any] = [
                 None if part is None else part.cpu() for part in values
             ]
-            input_scale = None
-            if spec.inputs is not None and state.inputs is not None:
-                input_scale = state.inputs.scale
-            if input_scale is not None:
-                input_scale = input_scale.float().cpu()
             write = FORMS[spec.stored].write
-            encoded = write(quantizer.Quantized(*on_cpu), spec, input_scale)
+            encoded = write(quantizer.Quantized(*on_cpu), spec)
         spec = replace(spec, matrices=self._matrices.get(name))
         parts = encoded.named(spec)
         self.stored[name] = replace(
@@ -340,10 +331,6 @@ class Encoder:
             matrices = set().union(*self._matrices.values())
             targets[_EXPERTS] = [matrix_pattern(matrices)]
         return self._layout.config(self.groups, targets, ignore, has_tables)
-
-
-def _stays_packed(form: str) -> bool:
-    return form != FLOAT and FORMS[form].stays_packed
 
 
 def matrix_names(
