@@ -42,6 +42,14 @@ def weight_of(
 
 
 WEIGHT = weight_of()
+# Layers that vLLM loads as floats.
+VLLM_UNNAMED = {
+    "MiniCPM3ForCausalLM": "model.layers.0.self_attn.q_a_proj",
+    "BloomForCausalLM": "transformer.h.0.self_attention.query_key_value",
+    "MambaForCausalLM": "backbone.layers.0.mixer.dt_proj",
+    "JambaForCausalLM": "model.layers.0.mamba.in_proj",
+    "FalconH1ForCausalLM": "model.layers.0.mamba.out_proj",
+}
 ATTENTION = "model.layers.0.self_attn"
 SIZES = {
     "vocab_size": 64,
@@ -68,10 +76,6 @@ def with_layer(name: str, weight: WeightSpec, architecture: str = "LlamaForCausa
     return replace(model, weights={**model.weights, name: weight})
 
 
-def reasons(model: Description, server: Server) -> str:
-    return " | ".join(map(str, verdict(model, server).reasons))
-
-
 @pytest.mark.parametrize("server", [server for server in SERVERS if server is not ONNX])
 def test_the_common_grid_is_served(server: Server) -> None:
     found = verdict(described(), server)
@@ -80,154 +84,157 @@ def test_the_common_grid_is_served(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "symmetric", "servers"),
+    ("changes", "refused"),
     [
-        (1, True, {TRANSFORMERS, GGUF}),
-        (3, True, {TRANSFORMERS, VLLM, GGUF}),
-        (8, True, {TRANSFORMERS, VLLM, SGLANG, GGUF}),
-        (4, False, {TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF}),
-        (8, False, {TRANSFORMERS, VLLM}),
+        ({"bits": 1}, {VLLM, VLLM_CPU, SGLANG}),
+        ({"bits": 3}, {VLLM_CPU, SGLANG}),
+        ({"bits": 8}, {VLLM_CPU}),
+        ({"symmetric": False}, set()),
+        ({"symmetric": False, "bits": 8}, {VLLM_CPU, SGLANG, GGUF}),
+        ({"size": 8}, {VLLM, SGLANG, GGUF}),
+        ({"size": 16}, {SGLANG, GGUF}),
+        ({"size": 32}, set()),
+        ({"size": 256}, {SGLANG}),
+        ({"size": None, "shape": (256, 4096)}, set()),
+        ({"size": None, "shape": (256, 4128)}, {SGLANG}),
+        ({"size": None, "shape": (256, 4112)}, {VLLM_CPU, SGLANG, GGUF}),
+        ({"shape": (288, 256)}, {SGLANG}),
+        ({"shape": (264, 256)}, {VLLM_CPU, SGLANG}),
     ],
 )
-def test_bits(bits: int, symmetric: bool, servers: set[Server]) -> None:
-    """Of which other bits there are, the page's table is made: `test_the_page_has_the_servers`."""
-    model = with_grid(bits=bits, symmetric=symmetric)
-    assert {server.key for server in SERVERS if not verdict(model, server).reasons} == {s.key for s in servers | {ONNX}}
+def test_which_servers_take_a_grid(changes: dict[str, Any], refused: set[Server]) -> None:
+    """For the other bits there are, the page's table is made: `test_the_page_has_the_servers`."""
+    model = with_grid(**changes)
+    assert {server.key for server in SERVERS if verdict(model, server).reasons} == {server.key for server in refused}
 
 
-def test_a_reason_says_what_is_served() -> None:
-    assert reasons(with_grid(bits=3), SGLANG) == (
-        "its kernels take 4 or 8 bits, not 3 (model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj, "
-        "model.layers.0.self_attn.v_proj and 1 more); 4 or 8 bits are served"
-    )
+Q_PROJ = f"{ATTENTION}.q_proj"
+LEFT_OUT = replace(
+    described(),
+    weights={name: WEIGHT for name in described().weights if name != Q_PROJ},
+    floats=["lm_head", Q_PROJ],
+)
+TABLE = with_layer("model.embed_tokens", weight_of("embedding", (512, 256), 8, None, stored="dense"))
+POOLER = with_layer("pooler.dense", WEIGHT, "BertModel")
+ONE_BY_ONE = [f"model.layers.0.block_sparse_moe.experts.{index}.w1" for index in range(2)]
+EXPERTS = replace(described("MixtralForCausalLM"), weights=dict.fromkeys([Q_PROJ, *ONE_BY_ONE], WEIGHT))
+WHOLE = "model.layers.0.mlp.experts.gate_up_proj"
+UNPACKED = with_layer(WHOLE, weight_of("experts", stored="dense"), "MixtralForCausalLM")
+ALSO_WHOLE = replace(described("MixtralForCausalLM"), floats=[WHOLE])
+W8A8 = {"bits": 8, "size": None}
+IN_FLOAT = "it takes these layers in float, whatever the checkpoint holds"
+NO_NAMES = "it looks for each expert by its own name"
 
 
 @pytest.mark.parametrize(
-    ("size", "refused"), [(8, {VLLM, SGLANG, GGUF}), (16, {SGLANG, GGUF}), (32, set()), (256, {SGLANG}), (None, set())]
+    ("model", "server", "text"),
+    [
+        (with_grid(size=16), SGLANG, "its groups are 32, 64 or 128, not 16"),
+        (with_grid(shape=(256, 4112), size=None), SGLANG, "a multiple of 128 columns (in_features), not 4112"),
+        (with_grid(shape=(264, 256)), SGLANG, "a multiple of 64 rows (out_features), not 264"),
+        (
+            with_grid(bits=3),
+            SGLANG,
+            "its kernels take 4 or 8 bits, not 3 (model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj, "
+            "model.layers.0.self_attn.v_proj and 1 more); 4 or 8 bits are served",
+        ),
+        *(
+            (with_layer(Q_PROJ, weight_of(size=64)), server, "(4 bits in groups of 128 and 4 bits in groups of 64)")
+            for server in (VLLM, VLLM_CPU, SGLANG)
+        ),
+        *((LEFT_OUT, server, "(4 bits in groups of 128 and floats)") for server in (VLLM, VLLM_CPU, SGLANG)),
+        (LEFT_OUT, GGUF, ""),
+        (replace(LEFT_OUT, weights={f"{ATTENTION}.o_proj": WEIGHT}, floats=[*LEFT_OUT.weights]), VLLM, ""),
+        # A dense grid counts as floats beside the others.
+        (with_layer(Q_PROJ, weight_of(bits=12, stored="dense")), VLLM, "and floats"),
+        (with_layer(Q_PROJ, weight_of(bits=12, stored="dense")), GGUF, "take 1, 2, 3, 4, 5, 6, 7 or 8 bits, not 12"),
+        *((with_layer("model.layers.1.mlp.down_proj", weight_of(bits=8)), s, "") for s in (VLLM, SGLANG, GGUF)),
+        *((TABLE, s, "embedding tables must be floats (model.embed_tokens)") for s in (VLLM, VLLM_CPU, SGLANG)),
+        *((TABLE, server, "") for server in (GGUF, TRANSFORMERS)),
+        *((with_layer("lm_head", weight_of(shape=(512, 256))), server, "") for server in (VLLM, SGLANG)),
+        *(
+            (with_layer(name, WEIGHT), VLLM, f"{IN_FLOAT} ({name})")
+            for name in ("bert.pooler.dense", "classifier", "head.dense", "classifier.out_proj")
+        ),
+        # vLLM does not load the pooler of a base model at all; llama.cpp's converter drops it.
+        (POOLER, VLLM, ""),
+        (POOLER, GGUF, "(pooler.dense)"),
+        (described("BertModel"), GGUF, ""),
+        (described("BertForSequenceClassification"), GGUF, "which this class needs"),
+        (described("BloomForCausalLM"), GGUF, "in another order"),
+        # They are delivered as floats.
+        *((with_layer("h.0.c_attn", weight_of("conv1d")), server, "") for server in (VLLM, SGLANG, GGUF)),
+        (EXPERTS, VLLM, ""),
+        (EXPERTS, VLLM_CPU, "it takes no packed experts"),
+        (
+            replace(EXPERTS, weights={**EXPERTS.weights, ONE_BY_ONE[1]: weight_of(bits=8)}),
+            VLLM,
+            "one layer of all experts of a block (4 bits in groups of 128 and 8 bits",
+        ),
+        (UNPACKED, VLLM, NO_NAMES),
+        (UNPACKED, GGUF, "it has no place for experts that are one tensor in the files"),
+        (UNPACKED, GGUF, "GPT-OSS in MXFP4 needs no export: llama.cpp's converter copies its codes"),
+        # The files have the names of each where no layer has codes.
+        (replace(UNPACKED, weights={WHOLE: UNPACKED.weights[WHOLE]}), VLLM, ""),
+        (ALSO_WHOLE, VLLM, NO_NAMES),
+        (ALSO_WHOLE, GGUF, ""),
+        (replace(ALSO_WHOLE, architecture="GptOssForCausalLM"), VLLM, ""),
+        *((described(name), ONNX, f"{name} is not exported") for name in ("MambaForCausalLM", "XLNetModel")),
+        (described("BartModel", is_encoder_decoder=True), ONNX, "BartModel is not exported"),
+        (described(unserved="logits differ"), TRANSFORMERS, "it does not answer as the model did: logits differ"),
+        *(
+            (with_layer(name, WEIGHT, architecture), VLLM, f"({name}); name them in modules_to_not_convert")
+            for architecture, name in VLLM_UNNAMED.items()
+        ),
+        *((with_layer(name, WEIGHT), VLLM, "") for name in VLLM_UNNAMED.values()),
+        (with_grid(**W8A8), VLLM_CPU, "its kernels take 4 bits, not 8"),
+        (with_grid(bits=3, rounded="per_token"), VLLM_CPU, "its kernels take 4 bits, not 3"),
+    ],
 )
-def test_groups(size: int | None, refused: set[Server]) -> None:
-    model = with_grid(size=size)
-    assert {s.key for s in SERVERS if s is not ONNX and verdict(model, s).reasons} == {s.key for s in refused}
-    if size == 16:
-        assert "its groups are 32, 64 or 128, not 16" in reasons(model, SGLANG)
+def test_why_a_server_refuses_a_model(model: Description, server: Server, text: str) -> None:
+    found = " | ".join(verdict(model, server).reasons)
+    assert text in found if text else found == ""
 
 
-def test_columns_and_rows() -> None:
-    name = "model.layers.0.mlp.down_proj"
-    for columns, refused in ((4096, set()), (4128, {"sglang"}), (4112, {"vllm-cpu", "sglang", "llama.cpp"})):
-        model = with_layer(name, weight_of(shape=(256, columns), size=None))
-        found = {s.key for s in (VLLM, VLLM_CPU, SGLANG, GGUF) if "(in_features)" in reasons(model, s)}
-        assert found == refused, columns
-    for rows, refused in ((256, set()), (288, {"sglang"}), (264, {"vllm-cpu", "sglang"})):
-        model = with_layer(name, weight_of(shape=(rows, 256)))
-        found = {s.key for s in (VLLM, VLLM_CPU, SGLANG, GGUF) if "(out_features)" in reasons(model, s)}
-        assert found == refused, rows
+ROUNDED = with_grid(bits=8, size=None, shape=(20, 100), rounded="static")
+PER_TOKEN = with_grid(rounded="per_token")
 
 
-@pytest.mark.parametrize("server", [VLLM, VLLM_CPU, SGLANG])
-def test_fused_layers_have_one_grid(server: Server) -> None:
-    name = f"{ATTENTION}.q_proj"
-    other = with_layer(name, weight_of(size=64))
-    assert "one layer of q_proj, k_proj, v_proj (4 bits in groups of 128 and 4 bits in groups of 64)" in reasons(
-        other, server
-    )
-    model = described()
-    left = {layer: weight for layer, weight in model.weights.items() if layer != name}
-    left_out = replace(model, weights=left, floats=[*model.floats, name])
-    assert "(4 bits in groups of 128 and floats)" in reasons(left_out, server)
-    assert reasons(replace(model, weights={f"{ATTENTION}.o_proj": WEIGHT}, floats=list(model.weights)), server) == ""
-    assert reasons(left_out, GGUF) == ""
-
-
-def test_a_dense_grid_counts_as_floats_beside_the_others() -> None:
-    model = with_layer(f"{ATTENTION}.q_proj", weight_of(bits=12, stored="dense"))
-    assert "and floats" in reasons(model, VLLM)
-    assert "its kernels take 1, 2, 3, 4, 5, 6, 7 or 8 bits, not 12" in reasons(model, GGUF)
-
-
-def test_other_bits_in_another_layer() -> None:
-    model = with_layer("model.layers.1.mlp.down_proj", weight_of(bits=8))
-    assert not reasons(model, VLLM) and not reasons(model, SGLANG) and not reasons(model, GGUF)
-
-
-def test_tables_and_heads() -> None:
-    table = with_layer("model.embed_tokens", weight_of("embedding", (512, 256), 8, None, stored="dense"))
-    for server in (VLLM, VLLM_CPU, SGLANG):
-        assert "embedding tables must be floats (model.embed_tokens)" in reasons(table, server)
-    assert not reasons(table, GGUF) and not reasons(table, TRANSFORMERS)
-    head = with_layer("lm_head", weight_of(shape=(512, 256)))
-    assert not reasons(head, VLLM) and not reasons(head, SGLANG)
-
-
-def test_poolers_and_classifiers() -> None:
-    for name in ("bert.pooler.dense", "classifier", "head.dense", "classifier.out_proj"):
-        found = reasons(with_layer(name, WEIGHT), VLLM)
-        assert f"it takes these layers in float, whatever the checkpoint holds ({name})" in found
-    # vLLM does not load the pooler of a base model at all; llama.cpp's converter drops it.
-    assert reasons(with_layer("pooler.dense", WEIGHT, "BertModel"), VLLM) == ""
-    assert "(pooler.dense)" in reasons(with_layer("pooler.dense", WEIGHT, "BertModel"), GGUF)
-    assert reasons(described("BertModel"), GGUF) == ""
-
-
-def test_what_was_refused_is_refused() -> None:
-    found = verdict(described("BertForSequenceClassification"), GGUF)
-    assert found.answer == "no" and "which this class needs" in str(found.reasons[0])
-    assert "in another order" in reasons(described("BloomForCausalLM"), GGUF)
-
-
-def test_conv1d() -> None:
-    model = with_layer("transformer.h.0.attn.c_attn", weight_of(kind="conv1d"))
-    # They are delivered as floats.
-    for server in (VLLM, SGLANG, GGUF):
-        assert not reasons(model, server)
-
-
-def test_experts_are_alike_and_called_by_their_own_names() -> None:
-    experts = [f"model.layers.0.block_sparse_moe.experts.{index}.w1" for index in range(2)]
-    model = described("MixtralForCausalLM")
-    alike = replace(model, weights={**model.weights, **dict.fromkeys(experts, WEIGHT)})
-    assert reasons(alike, VLLM) == "" and "it takes no packed experts" in reasons(alike, VLLM_CPU)
-    other = replace(alike, weights={**alike.weights, experts[1]: weight_of(bits=8)})
-    assert "one layer of all experts of a block (4 bits in groups of 128 and 8 bits" in reasons(other, VLLM)
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    unpacked = replace(model, weights={**model.weights, name: weight_of(kind="experts", stored="dense")})
-    assert "it looks for each expert by its own name" in reasons(unpacked, VLLM)
-    assert "it has no place for experts that are one tensor in the files" in reasons(unpacked, GGUF)
-    assert "GPT-OSS in MXFP4 needs no export: llama.cpp's converter copies its codes" in reasons(unpacked, GGUF)
-    # The files have the names of each where no layer has codes.
-    assert reasons(replace(unpacked, weights={name: unpacked.weights[name]}), VLLM) == ""
-    whole = replace(model, floats=[name])
-    assert reasons(whole, GGUF) == reasons(model, GGUF)
-    assert "it looks for each expert by its own name" in reasons(whole, VLLM)
-    assert reasons(replace(whole, architecture="GptOssForCausalLM"), VLLM) == ""
-
-
-def test_kinds_of_models_for_onnx() -> None:
-    for name in ("BertForSequenceClassification", "BertForTokenClassification", "BertModel", "Qwen3ForCausalLM"):
-        assert verdict(described(name), ONNX).answer == "yes"
-    assert verdict(described("MistralForCausalLM"), ONNX).answer == "not tried"
-    for name in ("MambaForCausalLM", "XLNetModel"):
-        assert f"{name} is not exported" in reasons(described(name), ONNX)
-    assert "BartModel is not exported" in reasons(described("BartModel", is_encoder_decoder=True), ONNX)
-
-
-def test_a_class_that_was_never_tried() -> None:
-    found = verdict(described("DebertaV2ForSequenceClassification"), VLLM)
-    assert (found.answer, found.notes[0]) == ("not tried", "no DebertaV2ForSequenceClassification was tried with it")
-    # What does not fit is refused all the same.
-    assert verdict(described("DebertaV2ForSequenceClassification"), SGLANG).answer == "not tried"
-    assert verdict(replace(with_grid(bits=3), architecture="DebertaV2Model"), SGLANG).answer == "no"
-
-
-def test_what_was_proven_counts_for_transformers() -> None:
-    assert "it does not answer as the model did: logits differ" in reasons(
-        described(unserved="logits differ"), TRANSFORMERS
-    )
-
-
-def test_scales_in_half_precision() -> None:
-    for model, rounded in ((described(), True), (described(scales="bfloat16"), False)):
-        assert any("half precision" in note for note in verdict(model, VLLM).notes) == rounded
+@pytest.mark.parametrize(
+    ("model", "server", "answer", "note"),
+    [
+        *((described(name), ONNX, "yes", None) for name in ("BertForTokenClassification", "BertModel")),
+        *((described(name), ONNX, "yes", None) for name in ("BertForSequenceClassification", "Qwen3ForCausalLM")),
+        (described("MistralForCausalLM"), ONNX, "not tried", "no MistralForCausalLM was tried with it"),
+        (described("DebertaV2Model"), VLLM, "not tried", "no DebertaV2Model was tried with it"),
+        # What does not fit is refused all the same.
+        (described("DebertaV2Model"), SGLANG, "not tried", "no DebertaV2Model was tried with it"),
+        (
+            replace(with_grid(bits=3), architecture="DebertaV2Model"),
+            SGLANG,
+            "no",
+            "no DebertaV2Model was tried with it",
+        ),
+        (described(), VLLM, "yes", "scales are rounded to half precision there"),
+        (described(scales="bfloat16"), VLLM, "yes", None),
+        # Products of int8 have kernels of their own.
+        *((ROUNDED, server, "yes", None) for server in (VLLM, VLLM_CPU)),
+        (ROUNDED, GGUF, "no", "it rounds inputs in blocks of its own"),
+        (
+            with_grid(**W8A8, rounded="per_token"),
+            VLLM_CPU,
+            "yes",
+            "it takes the largest magnitude of a token over 127 for its scale, not over 127.5",
+        ),
+        (PER_TOKEN, VLLM_CPU, "yes", "its kernels leave inputs beside packed weights in float"),
+        (PER_TOKEN, VLLM, "yes", "its kernels leave inputs beside packed weights in float, all but Humming's"),
+        (PER_TOKEN, TRANSFORMERS, "yes", None),
+    ],
+)
+def test_what_a_server_makes_of_a_model(model: Description, server: Server, answer: str, note: str | None) -> None:
+    found = verdict(model, server)
+    assert found.answer == answer
+    assert note in found.notes if note else found.notes == ()
 
 
 def test_what_is_known_of_vllm_is_what_was_run() -> None:
@@ -241,42 +248,6 @@ def test_what_is_known_of_vllm_is_what_was_run() -> None:
         served = case["servers"]["torch-kernel"]["serves"]
         # The rules had a word for each case that was run.
         assert case["rules"]["vllm"]["answer"] == ("yes" if served else "no"), case["model"]
-
-
-@pytest.mark.parametrize(
-    ("architecture", "name"),
-    [
-        ("MiniCPM3ForCausalLM", "model.layers.0.self_attn.q_a_proj"),
-        ("BloomForCausalLM", "transformer.h.0.self_attention.query_key_value"),
-        ("MambaForCausalLM", "backbone.layers.0.mixer.dt_proj"),
-        ("JambaForCausalLM", "model.layers.0.mamba.in_proj"),
-        ("FalconH1ForCausalLM", "model.layers.0.mamba.out_proj"),
-    ],
-)
-def test_layers_that_vllm_loads_as_floats(architecture: str, name: str) -> None:
-    assert f"({name}); name them in modules_to_not_convert" in reasons(with_layer(name, WEIGHT, architecture), VLLM)
-    assert reasons(with_layer(name, WEIGHT), VLLM) == ""
-
-
-def test_int8_products_have_kernels_of_their_own() -> None:
-    w8a8 = with_grid(bits=8, size=None, shape=(20, 100), rounded="static")
-    for server in (VLLM, VLLM_CPU):
-        found = verdict(w8a8, server)
-        assert (found.answer, found.reasons, found.notes) == ("yes", [], ())
-    per_token = with_grid(bits=8, size=None, rounded="per_token")
-    assert verdict(per_token, VLLM_CPU).notes == (
-        "it takes the largest magnitude of a token over 127 for its scale, not over 127.5",
-    )
-    assert "its kernels take 4 bits, not 8" in reasons(with_grid(bits=8, size=None), VLLM_CPU)
-    assert "it rounds inputs in blocks of its own" in verdict(w8a8, GGUF).notes
-
-
-def test_inputs_beside_packed_weights_stay_in_float_in_vllm() -> None:
-    packed = with_grid(bits=4, rounded="per_token")
-    assert verdict(packed, VLLM_CPU).notes[-1] == "its kernels leave inputs beside packed weights in float"
-    assert "Humming" in verdict(packed, VLLM).notes[-1]
-    assert "its kernels take 4 bits, not 3" in reasons(with_grid(bits=3, rounded="per_token"), VLLM_CPU)
-    assert verdict(packed, TRANSFORMERS).notes == ()
 
 
 # ---- before training
