@@ -7,10 +7,11 @@ from torch import nn
 
 from ..config import MoQConfig
 from ..errors import MoQError, shortened
+from ..formats.stored import by_matrix
 from ..formats.table import LAYOUTS
 from ..names import plain_name, pretrained, without_fsdp, without_peft
 from ..processes import shape_of
-from ..quant_experts import experts_parameters, matrix_of
+from ..quant_experts import experts_parameters
 from ..seams.transformers import ADAPTED
 from ..servers import NAMED, VLLM, VLLM_CPU
 from ..serving import Description, verdict
@@ -111,23 +112,24 @@ def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, Weig
     specs = {}
     for name, module, parameter, kind in inventory.weights():
         own = config.of(name)
-        width = own.bits if isinstance(own.bits, int) else bits
-        if name in inventory.experts:
-            # Servers meet each expert's matrix by itself.
-            _, *shape = matrix_of(module, parameter)
-        else:
-            weight: Any = module.weight
-            shape = [*matrix_shape(shape_of(weight), kind)]
+        weight: Any = module._parameters[parameter]
+        shape = shape_of(weight)
+        matrices = None
+        if kind == "experts":
+            experts = _saved(inventory, name).removesuffix(f".{parameter}")
+            numbers = range(shape[0])
+            matrices = tuple(f"{experts}.{number}.{parameter}" for number in numbers)
         is_table = kind == "embedding"
+        width = own.bits if isinstance(own.bits, int) else bits
         spec = WeightSpec(
             kind,
-            (shape[0], shape[1]),
+            matrix_shape(shape, kind),
             inventory.table_bits or 0 if is_table else width,
             grid_of(module, own, parameter, inventory.table_bits),
             name=name,
             # A weight that a head shares with a table is stored as a table.
             is_table=is_table or name in inventory.tied.values(),
-            matrices=() if kind == "experts" else None,
+            matrices=matrices,
             inputs=config.activations.grid if kind in ("linear", "conv1d") else None,
             pack_bits=config.pack_bits or 0,
         )
@@ -135,46 +137,42 @@ def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, Weig
     return specs
 
 
+def _saved(inventory: Inventory, name: str) -> str:
+    """What a module or parameter is called without PEFT."""
+    return plain_name(name, inventory.adapters) or ""
+
+
 def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
     """Describe the model as it will be delivered if scheduled layers end at these bits, where there is a choice."""
     model = pretrained(inventory.model)
 
-    def saved(name: str) -> str:
-        return plain_name(name, inventory.adapters) or ""
-
     floats = {
-        saved(name)
-        for name, module in inventory.modules.items()
-        if hasattr(module, "weight")
+        name for name, module in inventory.modules.items() if hasattr(module, "weight")
     }
     for name, module in inventory.modules.items():
-        for parameter in experts_parameters(module):
-            if f"{name}.{parameter}" not in inventory.experts:
-                floats.add(saved(f"{name}.{parameter}"))
+        floats |= {f"{name}.{parameter}" for parameter in experts_parameters(module)}
     rounds_inputs = _float_inputs(inventory, config, bits) is None
     weights: dict[str, WeightSpec] = {}
     for name, spec in _specs(inventory, config, bits).items():
-        if not rounds_inputs:
-            spec = replace(spec, inputs=None)
-        # Experts without codes stay one tensor.
-        if name not in inventory.experts or not spec.has_codes:
-            weights[saved(name)] = spec
-            continue
-        parent, _, parameter = name.rpartition(".")
-        experts, *_ = matrix_of(inventory.experts[name], parameter)
-        matrix = replace(spec, kind="linear", matrices=None)
-        for index in range(experts):
-            weights[f"{saved(parent)}.{index}.{parameter}"] = matrix
+        weights[_saved(inventory, name)] = replace(
+            spec,
+            inputs=spec.inputs if rounds_inputs else None,
+            # Experts without codes stay one tensor.
+            matrices=spec.matrices if spec.has_codes else None,
+        )
     for name, owner in inventory.tied.items():
         # A weight that a head shares with a table is stored as a table.
         is_table = isinstance(inventory.modules[name], nn.Embedding)
-        if is_table and saved(owner) in weights:
-            weights[saved(name)] = replace(weights.pop(saved(owner)), kind="embedding")
+        table = weights.get(_saved(inventory, owner))
+        if is_table and table is not None:
+            del weights[_saved(inventory, owner)]
+            weights[_saved(inventory, name)] = replace(table, kind="embedding")
+    others = {_saved(inventory, name) for name in floats}
     config_of_model = getattr(model, "config", None)
     return Description(
         architecture=without_fsdp(type(model)).__name__,
-        weights=weights,
-        floats=floats - weights.keys(),
+        weights=by_matrix(weights),
+        floats=others - weights.keys(),
         is_encoder_decoder=bool(getattr(config_of_model, "is_encoder_decoder", False)),
         scales=config.grid.scale_dtype,
     )
