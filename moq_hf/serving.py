@@ -108,7 +108,7 @@ def verdict(model: Description, server: Server) -> Verdict:
 
 
 def _multiplies(server: Server, weight: WeightSpec) -> bool:
-    """Whether a kernel of the server multiplies the codes of a weight with those of its inputs."""
+    """True if a kernel of the server multiplies the codes of a weight with those of its inputs."""
     return server.has_bytes and weight.multiplies_bytes
 
 

@@ -113,7 +113,7 @@ class WeightSpec:
             bits=state.bits,
             grid=state.grid,
             name=state.name,
-            dtype=layer.weight.dtype,
+            dtype=layer.float_weight.dtype,
             full_shape=tuple(shape_of(layer.float_weight)),
             matrices=() if layer.kind == "experts" else None,
             pack_bits=state.config.pack_bits or 0,
@@ -152,7 +152,7 @@ class WeightSpec:
 
     @property
     def has_codes(self) -> bool:
-        """Whether the files hold codes; otherwise they hold floats."""
+        """True if the files hold codes; otherwise they hold floats."""
         return self.stored not in (DENSE, FLOAT)
 
     @property
@@ -180,7 +180,7 @@ class WeightSpec:
 
     @property
     def multiplies_bytes(self) -> bool:
-        """Whether weights and inputs are both of 8 bits, with one scale for a row: servers multiply int8 with int8."""
+        """True if weights and inputs have 8 bits, and rows one scale: servers multiply int8 with int8."""
         if self.inputs is None or self.row_size is not None:
             return False
         return self.bits == self.inputs.bits == 8
@@ -225,7 +225,7 @@ class WeightSpec:
 
     @property
     def is_served_as_codes(self) -> bool:
-        """Whether a server meets a grid: codes, or a table on one."""
+        """True if a server meets codes, or a table on its grid."""
         is_quantized = self.bits != FLOAT_BITS
         return is_quantized and (self.has_codes or self.kind == "embedding")
 

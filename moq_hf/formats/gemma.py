@@ -31,7 +31,7 @@ _LEGAL = (
 
 
 def fits(spec: WeightSpec) -> bool:
-    """Whether transformers makes a layer of a module that computes what the module did."""
+    """Whether the layer that transformers would make of a module computes what the module did."""
     return (
         spec.kind in ("linear", "embedding")
         and not spec.left_alone
@@ -95,7 +95,7 @@ class _Gemma(LayoutSpec):
     def leaves_alone(
         self, model: nn.Module, spec: WeightSpec, layer: nn.Module
     ) -> bool:
-        """Whether a module is no `nn.Linear` or table, or is kept in float32, or shares its weight."""
+        """True for what transformers keeps in float32, shared weights, and all but linear layers and tables."""
         return (
             spec.kind not in ("linear", "conv1d", "embedding")
             or bool(spec.tied)
@@ -103,7 +103,7 @@ class _Gemma(LayoutSpec):
         )
 
     def takes_inputs(self, spec: WeightSpec) -> bool:
-        """Whether the inputs of a layer are rounded as `apply_srq` does it."""
+        """True if the inputs of a layer are rounded as `apply_srq` rounds them."""
         inputs = spec.inputs
         is_known = inputs is not None and (inputs.bits, inputs.scale) == (8, "static")
         return is_known and fits(spec)

@@ -14,7 +14,7 @@ from .stored import EncodedWeight, Form
 
 
 def fits(spec: WeightSpec) -> bool:
-    """Whether a layer is a table of 2 to 8 bits, or one whose inputs are rounded to 8 bits as its weight is."""
+    """True for tables of 2 to 8 bits, and for layers whose weights and inputs both have 8."""
     return (
         (spec.is_table or spec.multiplies_bytes)
         and 2 <= spec.bits <= MAX_PACKED_BITS

@@ -49,21 +49,21 @@ class LayoutSpec:
 
     @property
     def has_own_method(self) -> bool:
-        """Whether transformers loads it by another library than compressed-tensors."""
+        """True if transformers does not load it by compressed-tensors."""
         return self.method != "compressed-tensors"
 
     def comes_first(self, model_type: str, specs: Collection[WeightSpec]) -> bool:
-        """Whether a model gets this layout where none is asked for."""
+        """True if a model gets this layout where none is asked for."""
         return False
 
     def leaves_alone(
         self, model: nn.Module, spec: WeightSpec, layer: nn.Module
     ) -> bool:
-        """Whether loading leaves a module of the model as it is, whatever the files say."""
+        """True if loading leaves a module of the model as it is, whatever the files say."""
         return False
 
     def takes_inputs(self, spec: WeightSpec) -> bool:
-        """Whether the files can say how the inputs of a layer are rounded."""
+        """True if the files can say how the inputs of a layer are rounded."""
         return spec.input_fault is None
 
     def misfit(self, placed: Collection[WeightSpec]) -> str | None:

@@ -19,7 +19,7 @@ _NAME = "mxfp4"
 
 
 def fits(spec: WeightSpec) -> bool:
-    """Whether a layer is a parameter of transposed experts in MXFP4."""
+    """True for parameters of transposed experts in MXFP4."""
     return spec.kind == "experts_t" and spec.format == _NAME
 
 
@@ -45,7 +45,7 @@ def read(stored: StoredWeight) -> Quantized:
 
 class _Mxfp4(LayoutSpec):
     def comes_first(self, model_type: str, specs: Collection[WeightSpec]) -> bool:
-        """Whether a model is GPT-OSS with experts in MXFP4."""
+        """True for GPT-OSS with experts in MXFP4."""
         return model_type == "gpt_oss" and any(map(fits, specs))
 
     def misfit(self, placed: Collection[WeightSpec]) -> str | None:

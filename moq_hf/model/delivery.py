@@ -138,7 +138,7 @@ def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, Weig
 
 
 def _saved(inventory: Inventory, name: str) -> str:
-    """What a module or parameter is called without PEFT."""
+    """The name of a module or parameter without PEFT."""
     return plain_name(name, inventory.adapters) or ""
 
 

@@ -110,7 +110,7 @@ class Inventory:
 
     @property
     def scheduled(self) -> dict[str, nn.Module]:
-        """What the schedule quantizes: the layers, then the parameters of experts, each with its module."""
+        """The layers, then the parameters of experts, each with its module: the schedule sets their bits."""
         return {**self.layers, **self.experts}
 
     def weights(self) -> Iterator[tuple[str, nn.Module, str, Kind]]:
@@ -148,7 +148,7 @@ class Inventory:
         return next(name for name, module in self.modules.items() if module is part)
 
     def is_added(self, name: str) -> bool:
-        """Whether a name is that of one of PEFT's adapters, or of something in it."""
+        """True if a name is that of one of PEFT's adapters, or of something in it."""
         while name and name not in self._added:
             name = name.rpartition(".")[0]
         return bool(name)
@@ -276,16 +276,16 @@ def misfit(module: nn.Module) -> str | None:
         nn.Conv1d.forward,
         nn.Conv2d.forward,
     )
-    # A quantized layer has our forward pass. Accelerate wraps the instance's, not the
-    # class's.
+    # A layer that is quantized already has our forward pass and the attribute `moq`.
+    # Accelerate wraps the forward of the instance, not of the class.
     if (
         type(module).forward not in plain
         and not hasattr(module, "moq")
         and not is_scaled_table(type(module))
     ):
         return "a forward of its own"
-    # Parametrizations and the old weight_norm compute the weight at each access: there
-    # is no parameter to train or save.
+    # Parametrizations and the old weight_norm compute the weight at each access, so
+    # there is no parameter to train or to save.
     weight = module._parameters.get("weight")
     if not isinstance(weight, nn.Parameter):
         return "a computed weight"

@@ -45,7 +45,7 @@ _LETTERS = {torch.bfloat16: 4, torch.bool: 4, torch.int8: 2, torch.uint8: 2}
 
 
 def _kinds(inventory: Inventory) -> dict[int, str]:
-    """What the weights are that are not of linear layers, by their identities."""
+    """Name the kind of each weight that is not a linear layer's, by its identity."""
     found: dict[int, str] = {}
     for module in inventory.modules.values():
         weight = id(module._parameters.get("weight"))
@@ -101,7 +101,7 @@ class ModelSizes:
         kinds = _kinds(inventory)
         owners: dict[int, QuantLayer] = {}
         for layer in layers.values():
-            owners.setdefault(id(layer.weight), layer)
+            owners.setdefault(id(layer.float_weight), layer)
         self._inventory = inventory
         self._weights: list[tuple[QuantLayer, WeightSpec]] = []
         self.left: dict[str, list[int]] = {}
@@ -216,7 +216,7 @@ class ModelSizes:
         return text + "; the file will be as large as in float" * is_large
 
     def lacks(self, config: MoQConfig) -> str | None:
-        """What is too old here to load the model as it will be delivered, and the ways out; None if nothing is."""
+        """Name the libraries that are too old here for what will be delivered, and the ways out; None if none is."""
         fixed: dict[str, WeightSpec] = {}
         choices: list[WeightSpec] = []
         for _, spec in self._weights:
@@ -269,7 +269,7 @@ class ModelSizes:
 
     @property
     def has_one_width(self) -> bool:
-        """Whether the files are smaller with all codes as wide as the widest than with embedding tables in bytes.
+        """True if files are smaller with all codes as wide as the widest than with embedding tables in bytes.
 
         Only a model that is unpacked while loading can have a table in fewer than 8
         bits, and then all codes have one width.
@@ -398,7 +398,7 @@ def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def parts_are_called(model: nn.Module) -> bool:
-    """Whether users call parts of the model by themselves, past the first forward pass that would unpack all of it."""
+    """True if users call parts of the model, past the first forward pass that would unpack all of it."""
     config = getattr(model, "config", None)
     # Sentence Transformers call `forward` directly, past hooks.
     return bool(

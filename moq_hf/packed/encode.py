@@ -153,7 +153,7 @@ class Encoder:
 
     @property
     def misleads_older(self) -> bool:
-        """Whether versions of transformers before the least one load other weights without an error.
+        """True if versions of transformers before the least one load other weights without an error.
 
         They do not unpack experts, and look for packed layers under the names that the
         modules have today.
