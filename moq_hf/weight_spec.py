@@ -86,7 +86,7 @@ class WeightSpec:
     bits: int
     grid: Grid = _PER_CHANNEL
     stored: str = FLOAT
-    name: str = ""
+    name: str = field(default="", compare=False)
     dtype: torch.dtype = torch.float32
     full_shape: tuple[int, ...] = ()
     is_table: bool = False

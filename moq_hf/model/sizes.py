@@ -104,6 +104,8 @@ class ModelSizes:
             owners.setdefault(id(layer.float_weight), layer)
         self._inventory = inventory
         self._weights: list[tuple[QuantLayer, WeightSpec]] = []
+        # What was found for the bits of all layers.
+        self._known_sizes: dict[tuple[int, ...], tuple[int, int]] = {}
         self.left: dict[str, list[int]] = {}
         others = self._others_bits = 0
         self.quantized = self._float_bits = 0
@@ -177,14 +179,16 @@ class ModelSizes:
 
     def _sizes(self) -> tuple[int, int]:
         """Bytes of the weights in the layout that comes first, and in the one whose codes have one width."""
-        specs = {str(number): spec for number, spec in enumerate(self._now())}
-        layouts = [self._first(specs.values()), LAYOUTS["unpacked"]]
-        placed = [layout.placed(specs).values() for layout in layouts]
-        own, alike = (
-            sum(_bytes_of(replace(spec, name="")) for spec in folder)
-            for folder in placed
-        )
-        return own, alike
+        now = self._now()
+        bits = tuple(spec.bits for spec in now)
+        if bits not in self._known_sizes:
+            specs = {str(number): spec for number, spec in enumerate(now)}
+            own, alike = (
+                sum(map(_bytes_of, layout.placed(specs).values()))
+                for layout in (self._first(now), LAYOUTS["unpacked"])
+            )
+            self._known_sizes[bits] = own, alike
+        return self._known_sizes[bits]
 
     def _first(self, specs: Collection[WeightSpec]) -> LayoutSpec:
         return first_layout(self._model_type, specs) or LAYOUTS["packed"]
