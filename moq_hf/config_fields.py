@@ -6,7 +6,7 @@ and the JSON Schema are made from the fields.
 
 import copy
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import (
     TYPE_CHECKING,
@@ -65,7 +65,7 @@ Flag = Annotated[bool, Field(strict=True, title="true or false")]
 Text = Annotated[str, Field(strict=True, min_length=1, title="text")]
 
 
-def one_of(*names: str) -> GetPydanticSchema:
+def one_of(names: Iterable[str]) -> GetPydanticSchema:
     """What annotates a text that is one of these names."""
     return GetPydanticSchema(lambda *_: literal_schema([*names]))
 
@@ -505,7 +505,7 @@ class ConfigFields:
         ),
     ] = True
     serve: Annotated[
-        tuple[Annotated[str, one_of(*NAMED)], ...],
+        tuple[Annotated[str, one_of(NAMED)], ...],
         FailFast(),
         key(
             "who is to run what is delivered: what one of them cannot take is an error before the first step"

@@ -55,7 +55,7 @@ class WeightSpec:
         bits: 1 to 16, or 32 for a weight that is not quantized yet.
         grid: Which weights share a scale, and how codes are rounded.
         stored: The form that it has in a folder; see `formats.table`.
-        name: The layer's, for messages.
+        name: The layer's.
         dtype: Dtype of the float weight.
         full_shape: Shape of the parameter in the model; empty for a weight that was
             read from a folder.

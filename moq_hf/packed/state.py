@@ -48,7 +48,7 @@ class StoredLayer(TypedDict):
 
     kind: Kind
     bits: Annotated[int, Field(strict=True, ge=1, le=FLOAT_BITS)]
-    stored: Annotated[str, one_of(*FORMS, FLOAT)]
+    stored: Annotated[str, one_of([*FORMS, FLOAT])]
     shape: tuple[Positive, Positive]
     scales: tuple[Count, Count]
     symmetric: Flag
@@ -86,7 +86,7 @@ class State(TypedDict):
     parameters: Counted
     float_bytes: Positive
     files: list[str]
-    layout: Annotated[str, one_of(*LAYOUTS)]
+    layout: Annotated[str, one_of(LAYOUTS)]
     needs: dict[str, str]
     groups: dict[str, Any] | None
     rounds_inputs: Flag

@@ -91,7 +91,7 @@ def test_transformers_computes_the_same_from_the_files(
 def test_grids(config: dict[str, Any], stored: str, tmp_path: Path) -> None:
     model = quantize_model(mixture(), config)
     for layout in ("packed", "unpacked", "floats")[: 3 if config["quantize_bits"]["target_bits"] in (1, 2, 12) else 2]:
-        found = verify_quantized(save_quantized(model, tmp_path / layout, layout=layout), model)  # type: ignore[arg-type]
+        found = verify_quantized(save_quantized(model, tmp_path / layout, layout=layout), model)
         assert found.layers[PARAMETER].stored == ("dense" if layout == "floats" else stored)
         assert torch.equal(logits(loaded(tmp_path / layout)), logits(model)), layout
 
@@ -102,7 +102,7 @@ def test_mixed_bits_have_one_scheme_and_floats_keep_the_names_of_the_model(tmp_p
     for name, layer in layers.items():
         layer.set_bits(2 if "experts" in name and "layers.0" in name else 3 if "layers.0" in name else 4)
     for layout in ("packed", "unpacked"):
-        folder = save_quantized(model, tmp_path / layout, layout=layout)  # type: ignore[arg-type]
+        folder = save_quantized(model, tmp_path / layout, layout=layout)
         found = verify_quantized(folder, model)
         assert {layer.group for name, layer in found.layers.items() if "experts" in name} == {"experts"}
         assert torch.equal(logits(loaded(folder)), logits(model))
