@@ -44,8 +44,9 @@ from ..errors import MoQError, explained, listed, require
 from ..formats.stored import StoredLayer, by_matrix
 from ..grid import FP4
 from ..packed.files import new_path, staged
+from ..packed.reading import stored_weights
 from ..packed.state import check_taken
-from ..packed.verify import stored_weights, verify_quantized
+from ..packed.verify import verify_quantized
 from ..quantizer import Quantized, dequantize, per_weight
 from ..serving import GGUF
 from ..text import progress

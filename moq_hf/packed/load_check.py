@@ -30,6 +30,7 @@ from ..text import counted, dtype_name
 from ..training.measuring import ONE_AT_A_TIME, evaluating
 from ..training.samples import check_batch
 from ..weight_matrix import parameter_of
+from .differences import differences, distance
 from .files import active_adapter
 
 # Where all weights are equal, outputs may differ by the rounding of another kernel,
@@ -487,20 +488,6 @@ def tensors_of(output: Any) -> list[Tensor]:
     return [tensor for part in output for tensor in tensors_of(part)]
 
 
-def distance(first: Tensor, second: Tensor) -> float:
-    """The largest difference of two outputs; infinite numbers and NaN in both are equal.
-
-    >>> distance(torch.tensor([1.0, torch.nan]), torch.tensor([1.5, torch.nan]))
-    0.5
-    """
-    if torch.equal(first, second) or not first.numel():
-        return 0.0
-    # Masked scores are infinite in both; NaN in both is the same output.
-    same = (first == second) | (first.isnan() & second.isnan())
-    difference = (first.double() - second.double()).abs().masked_fill(same, 0.0)
-    return float(difference.nan_to_num(nan=float("inf")).max())
-
-
 def largest_value(output: Tensor) -> float:
     """The largest magnitude in an output, except for the huge numbers that mask scores.
 
@@ -515,19 +502,17 @@ def largest_value(output: Tensor) -> float:
 
 def modules_with_other_weights(model: nn.Module, loaded: nn.Module) -> list[str]:
     """The modules of the loaded model with a parameter or buffer that differs from the model's."""
-    expected = all_tensors(model)
     layers = {
         str(plain_name(parameter_of(name, layer.kind), ())): layer
         for name, layer in quantized_layers(without_peft(model)).items()
     }
-    names: dict[str, None] = {}
-    for name, tensor in all_tensors(loaded).items():
-        other = expected.get(name)
-        if other is not None and name in layers:
-            other = layers[name].quantized_weight(other.dtype)
-        if other is not None and not torch.equal(tensor, other.to(tensor.dtype)):
-            names[name.rpartition(".")[0]] = None
-    return list(names)
+    used = {
+        name: layers[name].quantized_weight() if name in layers else tensor
+        for name, tensor in all_tensors(model).items()
+    }
+    found = differences(used.items(), all_tensors(loaded))
+    names = [name for name, what, _ in found if what in ("shape", "value")]
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:

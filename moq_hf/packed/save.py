@@ -59,16 +59,14 @@ from .files import (
     SINGLE,
     WEIGHTS,
     alone_at,
-    digest_of,
     digest_of_configs,
     move_files,
-    read_tensor,
     remove,
     save_beside,
     staged,
-    tensors_in,
 )
 from .load_check import Proof, ReferenceOutputs, has_failed, quiet, reference_to
+from .reading import seal
 from .state import (
     STATE_NAME,
     clean_metrics,
@@ -79,7 +77,7 @@ from .state import (
     without_paths,
     write_state,
 )
-from .verify import Verification, verify_quantized
+from .verify import Verification, recorded
 
 logger = logging.getLogger(__name__)
 _CARD = "README.md"
@@ -713,16 +711,14 @@ class _Saving:
                 "mean_bits": sizes.mean_bits,
             },
             "float_bytes": saved + rest,
-            "tensors": {
-                name: digest_of(read_tensor(path, name))
-                for name, path in tensors_in(folder).items()
-            },
+            # Those of the files as they are read back.
+            "tensors": {},
             "config_json": digest_of_configs(folder),
             # What the next model that is saved here deletes.
             "files": sorted(path.name for path in folder.iterdir()),
         }
-        write_state(folder, state)
-        return verify_quantized(folder)
+        seal(folder, state, encoder.stored)
+        return recorded(folder)
 
     def _record(
         self, saved: Verification, proof: Proof, reason: str | None

@@ -17,7 +17,7 @@ from moq_hf.export.gguf import GgufExport, export_gguf
 from moq_hf.formats.stored import StoredLayer
 from moq_hf.grid import Grid, PerGroup
 from moq_hf.model.convert import quant_layers
-from moq_hf.packed.verify import stored_weights
+from moq_hf.packed.reading import stored_weights
 
 gguf = pytest.importorskip("gguf")
 

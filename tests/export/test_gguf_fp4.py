@@ -13,7 +13,7 @@ from moq_hf.export.floats import export_floats
 from moq_hf.export.gguf import blocks_of, export_gguf
 from moq_hf.formats.stored import StoredLayer
 from moq_hf.grid import Grid, PerGroup
-from moq_hf.packed.verify import stored_weights
+from moq_hf.packed.reading import stored_weights
 
 gguf = pytest.importorskip("gguf")
 
