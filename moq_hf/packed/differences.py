@@ -76,4 +76,5 @@ def distance(first: Tensor, second: Tensor) -> float:
 
 
 def _place_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    # An empty tensor lies nowhere.
+    return tensor.untyped_storage().data_ptr() or id(tensor)

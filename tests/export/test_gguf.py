@@ -1,5 +1,6 @@
 """A GGUF file holds the checkpoint's integers, takes the rest from its base, and refuses a base of another model."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from moq_hf.export.gguf import GgufExport, export_gguf
 from moq_hf.formats.stored import StoredLayer
 from moq_hf.grid import Grid, PerGroup
 from moq_hf.model.convert import quant_layers
-from moq_hf.packed.reading import stored_weights
+from moq_hf.packed.reading import Part, stored_weights
 
 gguf = pytest.importorskip("gguf")
 
@@ -233,9 +234,13 @@ def test_experts_share_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     weights = {name: quantizer.quantize(torch.randn(8, 64), 4, Grid(PerGroup(32))) for name in names}
     layer = StoredLayer("linear", 4, "packed", (8, 64), (8, 2), True, 0, 0)
     layers = dict.fromkeys(names, layer)
-    saved = SimpleNamespace(layers=layers, state={"names": None})
-    monkeypatch.setattr(gguf_module, "verify_quantized", lambda folder: saved)
-    monkeypatch.setattr(gguf_module, "stored_weights", lambda folder: dict(weights))
+
+    def parts(folder: Path) -> Iterator[Part]:
+        for name in names:
+            yield Part(name, torch.empty(0), layers[name], weights[name])
+
+    monkeypatch.setattr(gguf_module, "recorded", lambda folder: SimpleNamespace(state={"names": None}))
+    monkeypatch.setattr(gguf_module, "read_parts", parts)
     monkeypatch.setattr(gguf_module, "check_taken", lambda folder, server: None)
     writer = gguf.GGUFWriter(tmp_path / "base.gguf", "llama")
     writer.add_block_count(1)
