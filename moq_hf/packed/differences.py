@@ -30,7 +30,7 @@ def differences(
 
     Args:
         found: Its names and tensors, each of which is needed only until the next one.
-        expected: A tensor may have several names, of which `found` needs one.
+        expected: The second state dict.
 
     Yields:
         The differences in the order of `found`, and those that are missing last.
@@ -43,22 +43,21 @@ def differences(
     c unexpected inf
     d missing inf
     """
-    compared = set()
+    missing = dict.fromkeys(expected)
     for name, tensor in found:
         if name not in expected:
             yield Difference(name, "unexpected")
             continue
+        del missing[name]
         other = expected[name]
-        compared.add(_place_of(other))
         if tensor.shape != other.shape:
             yield Difference(name, "shape")
             continue
         largest = distance(tensor.to(other.dtype), other)
         if largest:
             yield Difference(name, "value", largest)
-    for name, tensor in expected.items():
-        if _place_of(tensor) not in compared:
-            yield Difference(name, "missing")
+    for name in missing:
+        yield Difference(name, "missing")
 
 
 def distance(first: Tensor, second: Tensor) -> float:
@@ -73,8 +72,3 @@ def distance(first: Tensor, second: Tensor) -> float:
     same = (first == second) | (first.isnan() & second.isnan())
     difference = (first.double() - second.double()).abs().masked_fill(same, 0.0)
     return float(difference.nan_to_num(nan=float("inf")).max().item())
-
-
-def _place_of(tensor: Tensor) -> int:
-    # An empty tensor lies nowhere.
-    return tensor.untyped_storage().data_ptr() or id(tensor)

@@ -243,19 +243,28 @@ def _compare(folder: Path, model: nn.Module, saved: Verification) -> None:
     Raises:
         MoQError: They differ; names the first tensor, or all that are missing.
     """
-    base = pretrained(model)
-    made = tied_parameters(base).keys() | never_saved(base)
-    # The files may have those of experts matrix by matrix.
-    packed = {parameter_of(name, layer.kind) for name, layer in saved.layers.items()}
-    wanted = base.state_dict().keys() - made - packed
-    lacking = []
-    parts = ((part.parameter, part.tensor) for part in read_parts(folder))
     expected = _named_as_in_files(model, saved.state)
+    parts = ((part.parameter, part.tensor) for part in read_parts(folder))
+    missing = []
     for name, what, largest in differences(parts, expected):
         if what != "missing":
             by = f" by up to {largest:.3g}" if what == "value" else ""
             raise MoQError(f"{folder}: {name} differs from the model's{by}")
-        if name in wanted:
-            lacking.append(name)
+        missing.append(name)
+    # A tensor may be there under another name, or in parts.
+    there = {_memory_of(expected[name]) for name in expected.keys() - missing}
+    base = pretrained(model)
+    wanted = base.state_dict().keys() - tied_parameters(base).keys() - never_saved(base)
+    # The files may have those of experts matrix by matrix.
+    wanted -= {parameter_of(name, layer.kind) for name, layer in saved.layers.items()}
+    lacking = [
+        name
+        for name in missing
+        if name in wanted and _memory_of(expected[name]) not in there
+    ]
     if lacking:
         raise MoQError(f"{folder} lacks tensors of the model: {listed(lacking)}")
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -172,7 +172,7 @@ def test_where_nothing_agrees_the_warning_is_loud(
 ) -> None:
     model = quantize_model(bert(), FIXED)
     monkeypatch.setattr("moq_hf.packed.load_check.modules_with_other_weights", lambda model, loaded: ["some.layer"])
-    monkeypatch.setattr("moq_hf.packed.load_check.distance", lambda one, other: 0.5)
+    monkeypatch.setattr("moq_hf.packed.differences.distance", lambda one, other: 0.5)
     save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
     assert (
         "what is written does not compute what was evaluated: outputs differ by 0.5, first in some.layer" in caplog.text
