@@ -499,27 +499,39 @@ def largest_value(output: Tensor) -> float:
 
 def modules_with_other_weights(model: nn.Module, loaded: nn.Module) -> list[str]:
     """The modules of the loaded model with a parameter or buffer that differs from the model's."""
-    layers = {
-        str(plain_name(parameter_of(name, layer.kind), ())): layer
-        for name, layer in quantized_layers(without_peft(model)).items()
-    }
-    used = {
-        name: layers[name].quantized_weight() if name in layers else tensor
-        for name, tensor in all_tensors(model).items()
-    }
-    found = differences(used.items(), all_tensors(loaded))
+    found = differences(used_tensors(model).items(), all_tensors(loaded))
     names = [name for name, what, _ in found if what in ("shape", "value")]
     return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
-def all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """A model's parameters and buffers, under all their names, which are those without PEFT."""
-    return {
-        str(plain_name(f"{module_name}.{name}", ())): tensor
-        for module_name, module in named_modules(without_peft(model))
-        for name, tensor in {**module._parameters, **module._buffers}.items()
-        if tensor is not None
-    }
+def used_tensors(model: nn.Module, added: Iterable[str] = ()) -> dict[str, Tensor]:
+    """A model's tensors as its forward pass uses them, under all their names, which are those without PEFT.
+
+    Args:
+        model: The model.
+        added: Modules of PEFT's, whose tensors are left out.
+    """
+    tensors = all_tensors(model, added)
+    for name, layer in quantized_layers(without_peft(model)).items():
+        plain = plain_name(name, added)
+        if plain is None:
+            continue
+        tensors[parameter_of(plain, layer.kind)] = layer.quantized_weight()
+        inputs = layer.moq.inputs
+        if inputs is not None and inputs.scale is not None:
+            tensors[f"{plain}.input_scale"] = inputs.scale.float()
+    return tensors
+
+
+def all_tensors(model: nn.Module, added: Iterable[str] = ()) -> dict[str, Tensor]:
+    """A model's parameters and buffers; see `used_tensors`."""
+    tensors = {}
+    for module_name, module in named_modules(without_peft(model), every=True):
+        for name, tensor in {**module._parameters, **module._buffers}.items():
+            plain = plain_name(f"{module_name}.{name}", added)
+            if plain is not None and tensor is not None:
+                tensors[plain] = tensor
+    return tensors
 
 
 @contextlib.contextmanager

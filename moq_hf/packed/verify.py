@@ -12,10 +12,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..errors import MoQError, listed
-from ..formats.int_quantized import unsaved_buffers
 from ..formats.stored import StoredLayer
 from ..lora import is_merged
-from ..model.convert import dequantize_model, quantized_layers
+from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
 from ..model.sizes import covered
 from ..names import adapters, pretrained
@@ -24,9 +23,8 @@ from ..seams.transformers import never_saved, original_format, tied_parameters
 from ..text import megabytes, table
 from ..weight_matrix import parameter_of
 from .differences import differences
-from .encode import without_peft_names
 from .files import size_of
-from .load_check import Proof, has_failed, reference_to
+from .load_check import Proof, has_failed, reference_to, used_tensors
 from .reading import read_parts
 from .state import proof_in, read_layers
 
@@ -208,24 +206,15 @@ def recorded(directory: str | os.PathLike[str]) -> Verification:
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model as its forward pass uses them, on the CPU."""
-    tensors: dict[str, Tensor] = {}
+    scales: dict[str, Tensor] = {}
     if is_packed(model):
         # What it rounds inputs with would be lost by making it a plain model.
         packed = pretrained(model).state_dict().items()
-        tensors = {n: t for n, t in packed if n.endswith(".input_scale")}
+        scales = {n: t for n, t in packed if n.endswith(".input_scale")}
         model = dequantize_model(copy.deepcopy(model))
     model = pretrained(model)
-    tensors |= model.state_dict()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            tensors |= unsaved_buffers(name, module)
-    for name, layer in quantized_layers(model).items():
-        tensors[parameter_of(name, layer.kind)] = layer.quantized_weight()
-        inputs = layer.moq.inputs
-        if inputs is not None and inputs.scale is not None:
-            tensors[f"{name}.input_scale"] = inputs.scale.float()
-    on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    return without_peft_names(on_cpu, adapters(model, is_merged(model)))
+    tensors = scales | used_tensors(model, adapters(model, is_merged(model)))
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
 def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
