@@ -294,6 +294,8 @@ class _Saving:
         # Nothing ties again what `load_state_dict` loads.
         self.tied: Mapping[str, str] = {}
         self.unties = False
+        # Why `save_pretrained` does not write the files.
+        self.by_hand: str | None = None
         # Why files that the weights do not need are not there, by their names.
         self.not_saved: dict[str, str] = {}
 
@@ -317,6 +319,29 @@ class _Saving:
         self._check()
         self.tied, self.unties = self._ties()
         layouts, reason = self._layouts(layout, may_be_floats)
+        return self._save_first_of(layouts, reason, reference)
+
+    def save_by_hand(self, reason: str) -> Verification:
+        """Write any model as floats on their grid, as a last resort for one that cannot be packed.
+
+        The tensors lie in `model.safetensors` under their names in the state dict, for
+        `load_state_dict`. A model of transformers has its `config.json` beside them;
+        where its class allows it, `from_pretrained` loads the folder.
+
+        Raises:
+            MoQError: The files cannot be written, or a weight holds NaN or Inf.
+        """
+        self._take(without_peft(self.whole_model))
+        self.by_hand = reason
+        return self._save_first_of(["floats"], reason, None)
+
+    def _save_first_of(
+        self,
+        layouts: Sequence[Layout],
+        reason: str | None,
+        reference: ReferenceOutputs | None,
+    ) -> Verification:
+        """Write the first layout that agrees with the reference; without one, the first of all."""
         proof: Proof | None = None
         with alone_at(self.target):
             for layout in layouts:
@@ -333,7 +358,13 @@ class _Saving:
                 saved = self._record(saved, proof, reason)
                 if proof.agrees is not False:
                     break
-            self._tell_not_saved()
+            if self.not_saved:
+                parts = [f"{name} ({why})" for name, why in self.not_saved.items()]
+                logger.warning(
+                    "moq_hf: %s: not saved beside the weights: %s",
+                    self.target,
+                    ", ".join(parts),
+                )
             _warn(self.target, encoder, proof, reason)
             self._write_card(saved)
         return saved
@@ -360,8 +391,8 @@ class _Saving:
             return Proof(None, reference.examples, None, None, why)
         return reference.prove(self.target, encoder.rounds_inputs)
 
-    def _write(self, encoder: Encoder, by_hand: str | None = None) -> Verification:
-        """Write the files of one layout and put them in place; `by_hand` is why `save_pretrained` does not."""
+    def _write(self, encoder: Encoder) -> Verification:
+        """Write the files of one layout and put them in place."""
         place = staged(
             self.target.resolve(), what="the packed model to ", publish=_publish
         )
@@ -369,20 +400,8 @@ class _Saving:
         with place as staging, quiet():
             staging.mkdir()
             tensors, rest = self._encode(encoder)
-            if by_hand is None:
-                renamed = encoder.rename(self.model, tensors)
-
-                def write(folder: Path) -> None:
-                    _write_packed_files(
-                        folder,
-                        self.model,
-                        renamed,
-                        encoder,
-                        self.unties,
-                        self.options.max_shard_size,
-                    )
-                    self._write_beside(folder)
-
+            if self.by_hand is None:
+                write = functools.partial(self._write_packed, encoder, tensors)
                 save_around(self.whole_model, self.model, staging, write, self._beside)
             else:
                 self._write_by_hand(staging, tensors)
@@ -397,26 +416,41 @@ class _Saving:
                 _write_adapter(
                     staging / name, self.whole_model, self.options.state_dict
                 )
-            return self._write_state(staging, encoder, rest, by_hand)
+            state = self._state(staging, encoder, rest)
+            seal(staging, state, encoder.stored)
+            return recorded(staging)
 
-    def save_by_hand(self, reason: str) -> Verification:
-        """Write any model as floats on their grid, as a last resort for one that cannot be packed.
-
-        The tensors lie in `model.safetensors` under their names in the state dict, for
-        `load_state_dict`. A model of transformers has its `config.json` beside them;
-        where its class allows it, `from_pretrained` loads the folder.
-
-        Raises:
-            MoQError: The files cannot be written, or a weight holds NaN or Inf.
-        """
-        self._take(without_peft(self.whole_model))
-        encoder = Encoder(self.inventory, self.layers, "floats")
-        with alone_at(self.target):
-            saved = self._write(encoder, reason)
-        self._tell_not_saved()
-        _warn(self.target, encoder, None, reason)
-        self._write_card(saved)
-        return saved
+    def _write_packed(
+        self, encoder: Encoder, tensors: dict[str, Tensor], folder: Path
+    ) -> None:
+        """Write the tensors, and `config.json` with the quantization config."""
+        size = self.options.max_shard_size
+        with without_generation_config(self.model):
+            # The class's own: a quantized model says of its floats that they are some.
+            type(self.model).save_pretrained(
+                self.model,
+                folder,
+                state_dict=encoder.rename(self.model, tensors),
+                **({} if size is None else {"max_shard_size": size}),
+                # The tensors have their names in the files already.
+                save_original_format=False,
+            )
+        path = folder / CONFIG
+        if self.unties:
+            untie(path)
+        config = encoder.config()
+        if config is not None:
+            if not LAYOUTS[encoder.layout].has_own_method:
+                write_packing_config(folder, config)
+            document = read_json(path)
+            document.setdefault("quantization_config", config)
+            document["dtype"] = encoder.dtype
+            if encoder.layout == "unpacked":
+                document["quantization_config"]["dequantize"] = True
+            write_json(path, document)
+            if encoder.misleads_older:
+                refuse_older(path, encoder.needs["transformers"])
+        self._write_beside(folder)
 
     def _write_by_hand(self, folder: Path, tensors: Mapping[str, Any]) -> None:
         # No two tensors may share memory in a file.
@@ -456,15 +490,6 @@ class _Saving:
         fault = save_beside(folder, save)
         if fault is not None:
             self.not_saved[name] = fault
-
-    def _tell_not_saved(self) -> None:
-        if self.not_saved:
-            parts = [f"{name} ({why})" for name, why in self.not_saved.items()]
-            logger.warning(
-                "moq_hf: %s: not saved beside the weights: %s",
-                self.target,
-                ", ".join(parts),
-            )
 
     def _encoder(self, layout: Layout) -> Encoder:
         """Make the encoder of a layout, without the layers that are tied to another one, whose weight is stored."""
@@ -679,17 +704,11 @@ class _Saving:
             rest[name] = source[names[name]].nbytes
         return tensors, sum(rest.values())
 
-    def _write_state(
-        self,
-        folder: Path,
-        encoder: Encoder,
-        rest: int,
-        by_hand: str | None = None,
-    ) -> Verification:
-        """Write `moq_state.json`; `by_hand` is why we write the files ourselves, without `save_pretrained`."""
+    def _state(self, folder: Path, encoder: Encoder, rest: int) -> dict[str, Any]:
+        """What `moq_state.json` holds, but for the digests of the tensors."""
         sizes = ModelSizes(self.whole, self.quantized)
         saved = sum(layer.bytes_before for layer in encoder.stored.values())
-        state = state_of(self.layers, encoder.stored, self.options.controller) | {
+        return state_of(self.layers, encoder.stored, self.options.controller) | {
             "metrics": clean_metrics(self.options.metrics or {}),
             "float_metrics": clean_metrics(self.options.float_metrics or {}),
             "names": encoder.names,
@@ -699,10 +718,10 @@ class _Saving:
             "groups": encoder.groups
             if LAYOUTS[encoder.layout].has_own_method
             else None,
-            "reason": by_hand and without_paths(by_hand),
+            "reason": self.by_hand and without_paths(self.by_hand),
             # Until the files were compared.
             "proof": None,
-            "by_hand": by_hand is not None,
+            "by_hand": self.by_hand is not None,
             "rounds_inputs": encoder.rounds_inputs,
             "handed_dtype": handed_dtype(self.layers),
             "parameters": {
@@ -711,14 +730,12 @@ class _Saving:
                 "mean_bits": sizes.mean_bits,
             },
             "float_bytes": saved + rest,
-            # Those of the files as they are read back.
+            # Those of the files, which are read back.
             "tensors": {},
             "config_json": digest_of_configs(folder),
             # What the next model that is saved here deletes.
             "files": sorted(path.name for path in folder.iterdir()),
         }
-        seal(folder, state, encoder.stored)
-        return recorded(folder)
 
     def _record(
         self, saved: Verification, proof: Proof, reason: str | None
@@ -761,44 +778,6 @@ class _Saving:
                 self.target,
                 one_line(error, named=True),
             )
-
-
-def _write_packed_files(
-    folder: Path,
-    model: Any,
-    tensors: Mapping[str, Tensor],
-    encoder: Encoder,
-    unties: bool,
-    max_shard_size: int | str | None,
-) -> None:
-    """Write the tensors, and `config.json` with the quantization config."""
-    size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    with without_generation_config(model):
-        # The class's own: a quantized model says of its floats that they are some.
-        type(model).save_pretrained(
-            model,
-            folder,
-            state_dict=dict(tensors),
-            **size,
-            # The tensors have their names in the files already.
-            save_original_format=False,
-        )
-    if unties:
-        untie(folder / CONFIG)
-    config = encoder.config()
-    if config is None:
-        return
-    path = folder / CONFIG
-    if not LAYOUTS[encoder.layout].has_own_method:
-        write_packing_config(folder, config)
-    document = read_json(path)
-    document.setdefault("quantization_config", config)
-    document["dtype"] = encoder.dtype
-    if encoder.layout == "unpacked":
-        document["quantization_config"]["dequantize"] = True
-    write_json(path, document)
-    if encoder.misleads_older:
-        refuse_older(path, encoder.needs["transformers"])
 
 
 def _save_generation_config(config: GenerationConfig, folder: Path) -> None:
