@@ -385,12 +385,12 @@ class ReferenceOutputs:
             return None
         dtype = wanted[cast[0]]
         kept = [name for name in wanted if wanted[name] != dtype]
-        others = sorted(set(cast).intersection(kept))
-        if others:
-            return (
-                f"in memory {cast[0]} is {dtype_name(dtype)}, {others[0]} {dtype_name(wanted[others[0]])}, and both "
-                f"load in {dtype_name(found[cast[0]].dtype)}"
-            )
+        for name in cast:
+            if wanted[name] != dtype:
+                return (
+                    f"in memory {cast[0]} is {dtype_name(dtype)}, {name} {dtype_name(wanted[name])}, and both "
+                    f"load in {dtype_name(found[name].dtype)}"
+                )
         self._cast_to = dtype_name(dtype)
         if not kept:
             loaded.to(dtype)

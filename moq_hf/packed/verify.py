@@ -217,22 +217,16 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
-def _named_as_in_files(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Name a model's tensors as the files do; weights of quantized layers also keep the names of their modules."""
-    tensors = weights_of(model)
-    if state["names"] is None:
-        return tensors
-    # Layers have their own names here, and so have weights that would be taken apart.
-    return tensors | original_format(pretrained(model), tensors)
-
-
 def _compare(folder: Path, model: nn.Module, saved: Verification) -> None:
     """Compare the tensors in the files with those of a model; those that loading makes or ties need not be there.
 
     Raises:
         MoQError: They differ; names the first tensor, or all that are missing.
     """
-    expected = _named_as_in_files(model, saved.state)
+    expected = weights_of(model)
+    if saved.state["names"] is not None:
+        # Weights that would be taken apart have the names of their modules in the files.
+        expected |= original_format(pretrained(model), expected)
     parts = ((part.parameter, part.tensor) for part in read_parts(folder))
     missing = []
     for name, what, largest in differences(parts, expected):
