@@ -72,27 +72,27 @@ _NOT_COPIED = (
 _RELATIVE = 2.0**-7
 # It may also have been rounded to float16, whose smallest number this is.
 _ABSOLUTE = 2.0**-24
-# What llama.cpp calls its converter.
+# The name of llama.cpp's converter.
 _CONVERTER = "convert_hf_to_gguf.py"
 # Weights of a row that share a scale.
 _SIZE = 32
 # Twice the numbers of E2M1, in the order of their codes.
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int16)
-# What holds its scales.
+# The dtypes of its scales.
 _FP4_SCALES = {"MXFP4": torch.float8_e8m0fnu, "NVFP4": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
 class GgufExport:
-    """What `export_gguf` wrote.
+    """A GGUF file that `export_gguf` wrote.
 
     Attributes:
         path: The file.
         bytes: Size of the file.
         base_bytes: Size of the base.
-        types: How many tensors of the file are of each type.
-        layers: The type that each quantized layer has; that of the base, if llama.cpp
-            takes no blocks there.
+        types: How many tensors have each type.
+        layers: The type of each quantized layer; that of the base where llama.cpp
+            takes no blocks.
         weight_error: The largest error of a weight by the rounding of scales to
             float16, in quantization steps.
     """
@@ -132,8 +132,8 @@ def export_gguf(
     """Write a packed checkpoint as a GGUF file with the checkpoint's own integers.
 
     Symmetric layers of up to 4 bits become Q4_0, of 5 to 8 bits Q8_0; asymmetric ones
-    of up to 4 bits Q4_1. Scales become float16. Those of `format` become MXFP4
-    and NVFP4, with the scales that they have. The file is read back and compared
+    of up to 4 bits Q4_1. Scales become float16. Layers in the formats `mxfp4` and
+    `nvfp4` become MXFP4 and NVFP4, with their own scales. The file is read back and compared
     before it appears.
 
     Args:
@@ -290,7 +290,7 @@ def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
     Args:
         stored: As `stored_weights` gives them.
         layer: Its state.
-        where: What an error names.
+        where: Names the layer in an error.
 
     Raises:
         MoQError: A scale, or the value of code 0, is too large or too small for

@@ -51,8 +51,7 @@ class Proof:
     """How the outputs of a folder that `from_pretrained` loaded compare with those of the model in memory.
 
     Attributes:
-        agrees: Whether it computes what the model does; None if that could not be found
-            out.
+        agrees: Whether it computes what the model does; None if that is not known.
         examples: How many examples were compared.
         largest_difference: The largest of all outputs; None if none could be compared.
         tokens: How many tokens each of the two generated for the comparison; None where
@@ -61,12 +60,12 @@ class Proof:
         inputs: What both computed with where training rounds the inputs of layers:
             "rounded", as the files say, or "float", since they cannot say so; None
             where training does not.
-        dtype: That to which the loaded model was cast, since it loads in another one
-            than the model in memory has; None where it needed no cast.
-        kept: Globs for the names of what was not cast, since the model in memory has it
-            in another dtype; none where `.to(dtype)` casts all.
-        autocast: The dtype of the autocast under which both answered; None without one.
-        attention: What `from_pretrained` was given as `attn_implementation`, since the
+        dtype: The one that the loaded model was cast to, since it loads in another
+            one than the model in memory has; None where it needed no cast.
+        kept: Globs for the names of tensors that were not cast, since the model in
+            memory has them in another dtype; none where `.to(dtype)` casts all.
+        autocast: The dtype of the autocast under which both answered; None without.
+        attention: The `attn_implementation` that `from_pretrained` was given, since the
             model in memory has another one than it would choose; else None.
 
     >>> print(Proof(True, 4, 0.0, 8, None))
@@ -111,7 +110,7 @@ class Proof:
 
 
 def has_failed(proof: Proof | None) -> TypeGuard[Proof]:
-    """Whether a folder was compared and does not compute what the model did."""
+    """Tell whether a folder was compared and does not compute what the model did."""
     return proof is not None and proof.agrees is False
 
 
@@ -124,12 +123,12 @@ class _Verdict(NamedTuple):
 class ReferenceOutputs:
     """The outputs of a model in memory, to be compared with those of folders that hold it.
 
-    Each model is called in evaluation mode, without gradients, with the same seed; mode
-    and random state of the caller stay as they are. With FSDP every process must make
+    Each model is called in evaluation mode, without gradients, with the same seed; the
+    caller's mode and random state stay as they are. With FSDP every process must make
     one of these; a single process may then compare.
 
     Args:
-        model: In any state; left as it is.
+        model: In any mode, which it keeps.
         inputs: A batch as the model's forward pass takes it, with labels or without.
         autocast: The dtype that it is evaluated with under autocast; None: without
             autocast.
@@ -149,7 +148,7 @@ class ReferenceOutputs:
         # With the inputs of layers rounded, where training does so, and without: not
         # every folder can say how they are.
         self._answers: dict[bool, dict[str, Tensor]] = {}
-        # Why there are no outputs, and what of the batch the model did not take.
+        # Why there are no outputs, and the error that the batch raised.
         self.reason: str | None = None
         self.error: Exception | None = None
         rounding = {
@@ -307,7 +306,7 @@ class ReferenceOutputs:
         return outputs
 
     def _tokens_of(self, model: Any) -> dict[str, Tensor]:
-        """What the model generates after two short prompts, `[examples, 4]`; nothing where it does not generate."""
+        """Generate after two short prompts: tokens `[examples, 4]`, or nothing where the model does not generate."""
         main = model.main_input_name
         # Processes whose texts end after different numbers of tokens would wait for
         # each other.
@@ -374,7 +373,7 @@ class ReferenceOutputs:
             if tensor.is_floating_point()
         }
         prefix = "" if without_peft(loaded) is loaded else "base_model.model."
-        # What the model in memory does not have, the scale of inputs, goes with the rest.
+        # Scales of inputs, which the model in memory does not have, go with the rest.
         wanted: dict[str, torch.dtype] = {}
         for name in found:
             plain = plain_name(name.removeprefix(prefix), ())
@@ -407,7 +406,7 @@ def _is_kept(name: str, patterns: Iterable[str]) -> bool:
 
 
 def patterns_of(names: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
-    """Globs for names, with `*` for the numbers of blocks where no other name is meant by them.
+    """Globs for names, with `*` for the numbers of blocks unless that would match another name.
 
     >>> patterns_of(["layers.0.norm", "layers.1.norm"], ["layers.0.q"])
     ('layers.*.norm',)
@@ -451,15 +450,15 @@ def reference_to(model: nn.Module, inputs: Mapping[str, Any]) -> ReferenceOutput
 def kept_batch(
     inputs: Mapping[str, Any], model: nn.Module | None = None
 ) -> dict[str, Any]:
-    """A copy of a batch on the CPU, to be used when training has ended.
+    """A copy of a batch on the CPU, for use when training has ended.
 
     A Trainer may replace the model's forward pass, as TRL does, by one with other
     arguments and outputs. The saved model has the forward pass of its class, so only
-    what that takes is kept, for both models.
+    the arguments of that one are kept, for both models.
 
     Args:
         inputs: As the model's forward pass takes it.
-        model: Whose batch it is; None keeps all of it.
+        model: The model that takes the batch; None keeps all of it.
     """
     base = None if model is None else without_peft(model)
     if base is not None and "forward" in vars(base):
@@ -469,7 +468,7 @@ def kept_batch(
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """The tensors of an output, in their order.
+    """The tensors in an output, in order.
 
     >>> tensors_of({"logits": torch.tensor([0.5]), "hidden": (torch.tensor([1]), None)})
     [tensor([0.5000]), tensor([1])]

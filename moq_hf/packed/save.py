@@ -81,9 +81,9 @@ from .verify import Verification, recorded
 
 logger = logging.getLogger(__name__)
 _CARD = "README.md"
-# What tells a card of moq_hf's from any other one.
+# Stands in each card that moq_hf writes.
 _MARK = b"Mixture-of-Quantization (moq_hf)"
-# What would make transformers load an older model, or put its adapters, into a new one.
+# With these of an older model transformers would load it, or its adapters, for the new one.
 _STALE_FILES = (
     "config.json",
     "adapter_config.json",
@@ -94,7 +94,7 @@ _STALE_FILES = (
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What goes with a model into its folder: the arguments of `save_quantized` that say so.
+    """The arguments of `save_quantized` that say what goes into the folder with the model.
 
     Attributes:
         run: The Trainer, for the card: what it was trained on, and how.
@@ -111,14 +111,13 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class Delivered:
-    """What a run has written.
+    """A folder that a run has written.
 
     Attributes:
         path: The folder.
         bytes: Size of its weight files together.
-        proof: How it answered beside the model in memory; None where that was not
-            tried.
-        summary: What it is, whether it was verified, and its size, in sentences.
+        proof: How its answers compared with the model's; None if they were not.
+        summary: Its form, how it was proven, and its size, in sentences.
         how_to_load: The Python expression that loads it, or lines that make `model`.
         export: The command that writes it for another runtime; None where there is
             none.
@@ -155,12 +154,11 @@ def save_quantized(
     The model stays as it is. A new directory appears complete or not at all. An
     existing one keeps its other files; its old model, with all that was saved with it,
     is deleted before the first new file is moved in, and nothing loads before the last
-    one is there. A `README.md` that moq_hf did not write stays. Of processes that save
-    to one directory at once each waits for the others.
+    one is there. A `README.md` that moq_hf did not write stays. Processes that save to
+    one directory at once wait for each other.
 
-    Of a `PeftModel` the base model is packed; its adapters are saved by
-    `save_pretrained` into the folder `adapter`, or into `lora` where they are merged
-    into the model.
+    A `PeftModel` has its base model packed; `save_pretrained` writes its adapters into
+    the folder `adapter`, or into `lora` where they are merged into the model.
 
     With `inputs` the files are then loaded by plain `from_pretrained` and compared with
     the model. Where a layout does not agree, the next one takes its place, and floats
@@ -184,8 +182,8 @@ def save_quantized(
             loading) or "floats"; None is the first of them that transformers can load.
             "gemma" is transformers' own `quant_method`, which loading leaves packed;
             "mxfp4" is that of GPT-OSS, and comes first where its experts are in MXFP4.
-        max_shard_size: Of a file of weights, as of `save_pretrained`, whose default
-            None is.
+        max_shard_size: Size of a file of weights, as for `save_pretrained`; None is
+            the default there.
 
     Returns:
         The directory.
@@ -249,7 +247,7 @@ def deliver(
         options: What goes with the model.
         reference: The model's outputs, to check the files with; None does not load
             them.
-        layout: The one to write, or an error; None: see above.
+        layout: The one to write, else an error; None is the first that can be loaded.
 
     Returns:
         What was written.
@@ -285,13 +283,13 @@ class _Saving:
         self._take(pretrained(self.whole_model))
 
     def _take(self, model: Any) -> None:
-        """Take the part of the model whose layers are encoded."""
+        """Save this part of the model, the one whose layers are encoded."""
         self.model = model
         self.inventory = Inventory.of(model, self.is_merged)
         # Embedding tables stand last in the files.
         self.quantized = quant_layers(model) | quantized_layers(model)
         self.layers = without_peft_names(self.quantized, self.inventory.adapters)
-        # Nothing ties again what `load_state_dict` loads.
+        # `load_state_dict` ties nothing.
         self.tied: Mapping[str, str] = {}
         self.unties = False
         # Why `save_pretrained` does not write the files.
@@ -370,7 +368,7 @@ class _Saving:
         return saved
 
     def delivered(self, saved: Verification) -> Delivered:
-        """What to say of what was saved."""
+        """Describe what was saved, for the screen."""
         folder = self.target
         if saved.loads_by_hand:
             load = f"model.load_state_dict(load_file({quoted(folder / SINGLE)}))"
@@ -486,7 +484,7 @@ class _Saving:
             self._beside(folder, name, lambda place: part.save_pretrained(place))
 
     def _beside(self, folder: Path, name: str, save: Callable[[Path], Any]) -> None:
-        """Have what the weights do not need written into a folder, or note why it was not."""
+        """Write files that the weights do not need, or note why they are not there."""
         fault = save_beside(folder, save)
         if fault is not None:
             self.not_saved[name] = fault
@@ -634,7 +632,7 @@ class _Saving:
         return [wanted]
 
     def _is_gpt_oss(self) -> bool:
-        """Whether the model has experts in MXFP4, and there is a layout for them."""
+        """Tell whether the model has experts in MXFP4, for which there is a layout."""
         specs = (EncodeSpec.of(layer, False) for layer in self.layers.values())
         is_of_its_type: bool = self.model.config.model_type == "gpt_oss"
         return is_of_its_type and any(map(mxfp4.fits, specs))
@@ -705,7 +703,7 @@ class _Saving:
         return tensors, sum(rest.values())
 
     def _state(self, folder: Path, encoder: Encoder, rest: int) -> dict[str, Any]:
-        """What `moq_state.json` holds, but for the digests of the tensors."""
+        """Give the content of `moq_state.json`, but for the digests of the tensors."""
         sizes = ModelSizes(self.whole, self.quantized)
         saved = sum(layer.bytes_before for layer in encoder.stored.values())
         return state_of(self.layers, encoder.stored, self.options.controller) | {
@@ -733,14 +731,14 @@ class _Saving:
             # Those of the files, which are read back.
             "tensors": {},
             "config_json": digest_of_configs(folder),
-            # What the next model that is saved here deletes.
+            # The next model that is saved here deletes these.
             "files": sorted(path.name for path in folder.iterdir()),
         }
 
     def _record(
         self, saved: Verification, proof: Proof, reason: str | None
     ) -> Verification:
-        """Put into the state how the files in place compared."""
+        """Write into the state how the files compared."""
         proof = replace(proof, reason=proof.reason and without_paths(proof.reason))
         found = {"proof": asdict(proof), "reason": reason and without_paths(reason)}
         state = saved.state | found
@@ -763,7 +761,7 @@ class _Saving:
             run = self.options.run
             # The stock card reads the config of the Trainer's model.
             if run is not None and hasattr(run.model, "config"):
-                # Of a license that is not given the Hub would be asked.
+                # license="" keeps TrainingSummary from querying the Hub.
                 write_run_card(self.target, run, license="", found=saved)
             else:
                 config = getattr(self.model, "config", None)
@@ -830,7 +828,7 @@ def _publish(staging: Path, target: Path) -> None:
 
 
 def _warn_of_float_inputs(saving: _Saving) -> None:
-    """Say that the model rounds inputs and its folder does not, where that is so."""
+    """Warn where the model rounds inputs and its folder does not."""
     rounded = {
         name: layer.moq.inputs
         for name, layer in saving.layers.items()
@@ -854,7 +852,7 @@ def _warn_of_float_inputs(saving: _Saving) -> None:
 def _warn(
     target: Path, encoder: Encoder, proof: Proof | None, reason: str | None
 ) -> None:
-    """Say what of the model is not packed, and whether it does not compute what was evaluated."""
+    """Warn of layers that are not packed, and of a folder that does not compute what was evaluated."""
     reasons: dict[str, list[str]] = {}
     for name, layer in encoder.stored.items():
         if not has_codes(layer.stored):

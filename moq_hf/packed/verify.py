@@ -1,4 +1,4 @@
-"""What was written, read back: each weight is on the grid that it declares."""
+"""`verify_quantized`: the files are as they were saved, and hold the weights of a model."""
 
 import copy
 import html
@@ -31,14 +31,14 @@ from .state import proof_in, read_layers
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """What `verify_quantized` found in a directory without fault; `str` gives its table.
+    """A packed checkpoint that is whole; `str` gives a table of it.
 
     Attributes:
         layers: Each quantized layer by name.
         file_bytes: Size of the weight files together.
         state: The content of `moq_state.json`.
-        proof: How the folder's outputs compared with the model's, when it was saved or,
-            given `inputs`, now; None: not tried.
+        proof: How the folder's outputs compared with the model's when it was saved, or
+            now if `inputs` are given; None if nothing was compared.
     """
 
     layers: dict[str, StoredLayer]
@@ -53,7 +53,7 @@ class Verification:
 
     @property
     def loads_by_hand(self) -> bool:
-        """Whether `from_pretrained` does not make the model that was evaluated."""
+        """Whether `from_pretrained` makes another model than was evaluated, or none."""
         return has_failed(self.proof) or cast(bool, self.state["by_hand"])
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Verification:
         return "\n".join([table(self.rows(), left=(0, 2)), "", *self.totals()])
 
     def rows(self) -> Sequence[tuple[str, ...]]:
-        """A row for each layer, after the head."""
+        """The heads of the columns, and a row for each layer."""
         rows = [("module", "bits", "stored", "scales", "bytes", "before")]
         for name, layer in self.layers.items():
             bits = "float" if layer.bits == FLOAT_BITS else str(layer.bits)
@@ -90,7 +90,7 @@ class Verification:
         ]
 
     def summary(self) -> str:
-        """What was written, whether it was verified, and its size, in sentences."""
+        """The form of the folder, how it was proven, and its size, in sentences."""
         form = ""
         proof = f"{self.proof or 'Not verified: nothing was compared'}"
         if self.state["layout"] == "floats":
@@ -103,7 +103,7 @@ class Verification:
         return f"{form}{proof}. {megabytes(self.file_bytes)}, float {before}."
 
     def verdict(self) -> str:
-        """That the files are whole, and how they compared when they were saved, in two lines."""
+        """Two lines for a terminal: the files are whole, and so they compared when they were saved."""
         summary = f"{self.proof}." if has_failed(self.proof) else self.summary()
         version = self.state["versions"].get("transformers")
         return (
@@ -112,12 +112,12 @@ class Verification:
         )
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The summary, and the table to unfold, for a notebook."""
         layers = f"<details><summary>Layers</summary><pre>{html.escape(self.table())}</pre></details>"
         return f"<p>{html.escape(self.summary())}</p>{layers}"
 
     def coverage(self) -> str:
-        """What share of the model's parameters is quantized, in words."""
+        """The share of the model's parameters that is quantized, in words."""
         return covered(*self.parameters)
 
     @property
@@ -188,13 +188,13 @@ def verify_quantized(
 
 
 def recorded(directory: str | os.PathLike[str]) -> Verification:
-    """What `moq_state.json` says of a packed checkpoint; its weights are not looked at.
+    """A packed checkpoint as `moq_state.json` describes it, without a look at its weights.
 
     Args:
         directory: What `save_quantized` wrote.
 
     Returns:
-        As `verify_quantized`; the size of the files is 0 where there are none.
+        As from `verify_quantized`; the files have 0 bytes where there are none.
 
     Raises:
         MoQError: The state is missing or damaged; names the file and the key.
@@ -208,7 +208,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model as its forward pass uses them, on the CPU."""
     scales: dict[str, Tensor] = {}
     if is_packed(model):
-        # What it rounds inputs with would be lost by making it a plain model.
+        # A plain model does not round inputs.
         packed = pretrained(model).state_dict().items()
         scales = {n: t for n, t in packed if n.endswith(".input_scale")}
         model = dequantize_model(copy.deepcopy(model))
