@@ -18,7 +18,7 @@ from moq_hf import quantizer as q
 from moq_hf.export.compare import load_floats
 from moq_hf.grid import Grid, PerChannel
 from moq_hf.model.convert import quant_layers
-from moq_hf.packed.verify import stored_weights
+from moq_hf.packed.reading import stored_weights
 from moq_hf.quant_linear import QuantConv1d, QuantConv2d
 from moq_hf.training.controller import MoQController
 from moq_hf.training.measuring import measuring

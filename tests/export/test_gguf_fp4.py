@@ -12,7 +12,7 @@ from moq_hf import quantize_model, quantizer, save_quantized
 from moq_hf.export.floats import export_floats
 from moq_hf.export.gguf import blocks_of, export_gguf
 from moq_hf.grid import Grid, PerGroup
-from moq_hf.packed.verify import stored_weights
+from moq_hf.packed.reading import stored_weights
 from moq_hf.weight_spec import WeightSpec
 
 gguf = pytest.importorskip("gguf")

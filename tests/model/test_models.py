@@ -26,7 +26,7 @@ from moq_hf import (
     verify_quantized,
 )
 from moq_hf.model.convert import check_finite, check_scales, quant_layers
-from moq_hf.packed.verify import stored_weights
+from moq_hf.packed.reading import stored_weights
 from moq_hf.quant_linear import QuantConv1D
 from moq_hf.training.controller import MoQController
 from moq_hf.weight_matrix import to_rows

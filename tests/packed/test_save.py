@@ -41,8 +41,9 @@ from moq_hf.cli import main
 from moq_hf.grid import Grid, PerChannel, PerGroup
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.files import digest_of, digest_of_configs
+from moq_hf.packed.reading import stored_weights
 from moq_hf.packed.state import STATE_NAME, write_state
-from moq_hf.packed.verify import recorded, stored_weights
+from moq_hf.packed.verify import recorded
 from moq_hf.training.controller import MoQController
 
 LONG = pytest.mark.skipif("MOQ_HF_LONG_TESTS" not in os.environ, reason="a minute; set MOQ_HF_LONG_TESTS to run it")
