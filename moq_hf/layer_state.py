@@ -329,9 +329,9 @@ class LayerState:
         # Accelerate puts autocast inside of the forward pass.
         return self.read_dtype
 
-    def may_be_made_ahead(self, weight: Tensor | None) -> bool:
+    def may_be_made_ahead(self, weight: Tensor) -> bool:
         """Whether a pass may make the quantized weight when it begins."""
-        if weight is None or self.bits == FLOAT_BITS or self.config.kernel is False:
+        if self.bits == FLOAT_BITS or self.config.kernel is False:
             return False
         # Gradients of a tied weight are added in the order of its uses, and a weight with
         # a graph may be computed anew by a hook.
@@ -339,10 +339,10 @@ class LayerState:
             return False
         return self.may_be_traced_ahead(weight)
 
-    def may_be_traced_ahead(self, weight: Tensor | None) -> bool:
+    def may_be_traced_ahead(self, weight: Tensor) -> bool:
         """Whether a compiled graph may make the quantized weight at its head, whatever the bits are."""
         # Shards are tensors of another class.
-        if weight is None or type(weight) not in (nn.Parameter, Tensor):
+        if type(weight) not in (nn.Parameter, Tensor):
             return False
         return not (self.lora or self.handed_over or weight.is_meta)
 

@@ -101,10 +101,10 @@ def test_the_bits_of_each_width_and_grid_are_those_of_the_definition() -> None:
 def test_a_weight_in_another_memory_format_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantize_model(nn.Sequential(nn.Conv2d(4, 8, 3)), CONFIG).to(memory_format=torch.channels_last)
     layer = quant_layers(model)["0"]
-    assert not layer.weight.is_contiguous()
+    assert not layer.float_weight.is_contiguous()
     assert torch.equal(layer.quantized_weight(), expected(model[0]))
     with torch.no_grad():
-        layer.weight.mul_(2)
+        layer.float_weight.mul_(2)
     assert torch.equal(layer.quantized_weight(), expected(model[0]))
 
 
@@ -160,7 +160,7 @@ def test_a_block_with_convolutions_is_measured_twice_differentiated() -> None:
     with measuring(model, controller.sensitivity.blocks) as blocks:
         (weight, *_) = [p for p in blocks["resnet.encoder.stages.1"] if p.dim() == 4]
         layer = quant_layers(model)["resnet.encoder.stages.1.layers.0.shortcut.convolution"]
-        assert torch.equal(layer.weight, weight)
+        assert torch.equal(layer.float_weight, weight)
         batch = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
         (gradient,) = torch.autograd.grad(model(**batch).loss, weight, create_graph=True)
         (product,) = torch.autograd.grad(gradient.sum(), weight)
@@ -177,7 +177,7 @@ def test_a_run_is_delivered_as_it_was_evaluated(make: Any, tmp_path: Path, caplo
     layers = quant_layers(model)
     convolutions = [name for name, layer in layers.items() if layer.kind == "conv"]
     assert convolutions and {layer.moq.bits for layer in layers.values()} == {3}
-    assert not any(torch.equal(before[f"{name}.weight"], layer.weight) for name, layer in layers.items())
+    assert not any(torch.equal(before[f"{name}.weight"], layer.float_weight) for name, layer in layers.items())
     folder = tmp_path / "quantized"
     found = verify_quantized(folder, model)
     assert found.proof is not None and found.proof.agrees is True and found.proof.largest_difference == 0.0
@@ -186,7 +186,7 @@ def test_a_run_is_delivered_as_it_was_evaluated(make: Any, tmp_path: Path, caplo
     for name in convolutions:
         stored = found.layers[name]
         assert (stored.stored, stored.bits, stored.bytes) == ("dense", 3, stored.bytes_before)
-        assert stored.shape == (len(layers[name].weight), layers[name].weight[0].numel()) and stored.scales == (4, 1)
+        assert stored.shape == layers[name].matrix_shape and stored.scales == (4, 1)
     # Before the first step and after the last one.
     why = "saved as floats on the grid, at full size: convolutions are integers in the ONNX export alone"
     said = [r.message.removeprefix("moq_hf: ") for r in caplog.records if "at full size" in r.message]
@@ -230,7 +230,7 @@ def test_a_computed_weight_and_other_convolutions_stay_in_float() -> None:
     )
     controller = MoQController(model, MoQConfig.from_dict({**CONFIG, "quantize_heads": False}))
     assert list(controller.layers) == ["0"]
-    assert controller.inventory.left_out == {"1": "a computed weight", "2": "the class ConvTranspose1d", "3": None}
+    assert controller.inventory.left_out == {"1": "has a computed weight", "2": "has the class ConvTranspose1d", "3": None}
     assert "left in float, the class ConvTranspose1d: 2" in controller.summary()
 
 

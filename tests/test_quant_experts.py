@@ -15,7 +15,7 @@ from moq_hf import MoQError, dequantize_model, quantize_model, quantizer
 from moq_hf.config import MoQConfig
 from moq_hf.model.convert import check_bypassed_weights, quant_layers
 from moq_hf.model.selection import take_inventory
-from moq_hf.quant_experts import QuantExperts, quantized_in
+from moq_hf.quant_linear import QuantModule, quantized_in
 from moq_hf.training.measuring import measuring
 from moq_hf.weight_matrix import from_rows, parameter_of, to_rows
 
@@ -130,7 +130,7 @@ def test_dequantized_and_quantized_again() -> None:
     experts = model.model.layers[0].mlp.experts
     cls, floats = type(plain.model.layers[0].mlp.experts), logits(plain)
     expected = logits(model)
-    assert isinstance(experts, QuantExperts) and len(quantized_in("", experts)) == 2
+    assert isinstance(experts, QuantModule) and len(quantized_in("", experts)) == 2
     quantize_model(model, at_bits(4, modules_to_not_convert=["layers.0", "gate_up_proj", "lm_head"], **GROUPS))
     assert type(experts) is cls and "model.layers.1.mlp.experts.down_proj" in quant_layers(model)
     # The one that stays in float is read as it is.
@@ -244,6 +244,10 @@ def test_routers_and_named_experts_stay_in_float() -> None:
     found = take_inventory(nn.ModuleList([block, nn.Linear(5, 4)]), MoQConfig.from_dict(at_bits(4)))
     assert list(found.scheduled) == ["0.dense", "0.experts.gate_up_proj", "0.experts.down_proj"]
     assert found.left_out == {"0.router": "routes to experts", "1": None}
+    # A block by itself has the same router.
+    assert take_inventory(block, MoQConfig.from_dict(at_bits(4))).left_out == {"router": "routes to experts", "dense": None}
+    with pytest.raises(MoQError, match="left to quantize: router routes to experts, dense is in modules_to_not_convert"):
+        quantize_model(block, at_bits(4, modules_to_not_convert=["dense", "experts"]))
     # Experts that are modules, as Switch Transformers and much code on the Hub have them.
     block = nn.ModuleDict(
         {

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config_fields import Count, Flag, Positive
 from ..errors import MoQError
 from ..grid import Format, Grid, InputGrid, Precision
-from ..quant_linear import QuantLayer
+from ..quantized_weight import QuantizedWeight
 from ..quantizer import Quantized, per_weight
 from ..schedule import FLOAT_BITS
 from ..weight_matrix import Kind, parameter_of
@@ -80,7 +80,10 @@ class EncodeSpec:
 
     @classmethod
     def of(
-        cls, layer: QuantLayer, is_table: bool, matrices: tuple[str, ...] | None = ()
+        cls,
+        layer: QuantizedWeight,
+        is_table: bool,
+        matrices: tuple[str, ...] | None = (),
     ) -> "EncodeSpec":
         """The spec of a layer at its current bits; `matrices` is for experts in rows, and None for any other layer."""
         state = layer.moq
@@ -91,7 +94,7 @@ class EncodeSpec:
             grid=state.grid,
             is_table=is_table,
             matrices=matrices if layer.kind == "experts" else None,
-            dtype=layer.weight.dtype,
+            dtype=layer.float_weight.dtype,
             pack_bits=state.config.pack_bits or 0,
         ).at(state.bits)
 

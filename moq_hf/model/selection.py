@@ -4,9 +4,9 @@ import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, cast
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -24,6 +24,7 @@ from ..inputs import inputs_out_of_reach
 from ..names import adapted_layers, is_below, pretrained
 from ..processes import check_supported, is_partitioned
 from ..quant_experts import experts_parameters, matrix_of
+from ..quant_linear import QuantModule
 from ..seams.transformers import (
     ADAPTED,
     active_lora,
@@ -39,16 +40,45 @@ from .inventory import (
     LINEARS,
     Inventory,
     Layer,
+    is_convolution,
     is_packed,
-    misfit,
     output_heads,
     unfit,
+    why_not_quantizable,
 )
 from .sizes import is_unpacked
+
+Module = TypeVar("Module", bound=nn.Module)
 
 # Bits of tables where the config says "auto", unless those would widen all codes of the
 # file.
 AUTO_TABLE_BITS = 8
+
+
+class Candidates(NamedTuple):
+    """What a config could quantize in a model, by name in model order, and why some of it stays in float.
+
+    Attributes:
+        layers: Linear layers, and convolutions if the config asks for these.
+        experts: Parameters of experts, each with its module.
+        tables: Embedding tables.
+        cannot: Why layers and tables cannot be quantized.
+        kept: Why the config leaves something in float.
+    """
+
+    layers: dict[str, Layer]
+    experts: dict[str, nn.Module]
+    tables: dict[str, nn.Embedding]
+    cannot: dict[str, str]
+    kept: dict[str, str]
+
+    def chosen(self, those: Mapping[str, Module]) -> dict[str, Module]:
+        """Those for which there is no reason to stay in float."""
+        return {
+            name: module
+            for name, module in those.items()
+            if name not in self.cannot and name not in self.kept
+        }
 
 
 def take_inventory(model: Any, config: MoQConfig) -> Inventory:
@@ -65,6 +95,48 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
     inventory = Inventory.of(model, config.enabled and config.lora == "merged")
     if not config.enabled:
         return inventory
+    _check_ready(inventory)
+    found = _find_candidates(inventory, config)
+    _check_weights(found)
+    layers, experts = found.chosen(found.layers), found.chosen(found.experts)
+    if not (layers or experts):
+        raise MoQError(_nothing_left(inventory, config, found))
+    _check_inputs(inventory, config, layers, experts)
+    _check_groups({**layers, **experts}, config)
+    _check_experts(experts, config)
+    inventory = replace(
+        inventory,
+        layers=layers,
+        experts=experts,
+        tables=found.chosen(found.tables),
+        left_out=_left_out(found, config),
+    )
+    inventory = replace(inventory, **_tables(inventory, config, found))
+    tied = _tied(inventory, config, found)
+
+    def untied(those: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in those.items() if name not in tied}
+
+    inventory = replace(
+        inventory,
+        layers=untied(layers),
+        embeddings=untied(inventory.embeddings),
+        left_out=untied(inventory.left_out),
+        tied=tied,
+    )
+    _check_overrides(inventory.scheduled, config)
+    _check_adapters(inventory)
+    check_served(inventory, config)
+    return inventory
+
+
+def _check_ready(inventory: Inventory) -> None:
+    """Refuse a model of which nothing can be quantized as it is now.
+
+    Raises:
+        MoQError: It is packed, no engine that is known trains it, or it has no shapes
+            yet.
+    """
     if is_packed(inventory.model):
         raise MoQError(
             "the model comes from a packed checkpoint: call moq_hf.dequantize_model(model) before training it"
@@ -75,28 +147,164 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
         raise MoQError(
             f"{shortened(lazy)}: no shape before the first call: call the model once before it is quantized"
         )
-    experts = select_experts(inventory, config)
-    layers, left_out = select_layers(inventory, config, bool(experts))
-    inventory = replace(inventory, layers=layers)
-    inventory = replace(inventory, **_tables(inventory, config))
-    embeddings = inventory.embeddings
-    tied = select_tied(inventory, {**embeddings, **layers}, config)
-    inventory = replace(
-        inventory,
-        layers={name: layer for name, layer in layers.items() if name not in tied},
-        experts=experts,
-        embeddings={
-            name: table for name, table in embeddings.items() if name not in tied
-        },
-        tied=tied,
-        left_out={
-            name: reason for name, reason in left_out.items() if name not in tied
-        },
+
+
+def _find_candidates(inventory: Inventory, config: MoQConfig) -> Candidates:
+    """Walk over the model and ask the rules.
+
+    Experts that PEFT adapts are left alone, since PEFT computes their sum with the
+    adapter in each forward pass.
+
+    Raises:
+        MoQError: The model has no convolution for `convolutions`, or a pattern in
+            `modules_to_not_convert` matches nothing.
+    """
+    classes = LINEARS + (CONVOLUTIONS if config.convolutions else ())
+    found = Candidates({}, {}, {}, {}, {})
+    for name, module in inventory.modules.items():
+        if inventory.is_added(name):
+            continue
+        if isinstance(module, classes):
+            found.layers[name] = cast(Layer, module)
+        elif isinstance(module, nn.Embedding):
+            found.tables[name] = module
+        elif name.rpartition(".")[2] != ADAPTED:
+            for parameter in experts_parameters(module):
+                found.experts[f"{name}.{parameter}".lstrip(".")] = module
+    if config.convolutions and not any(map(is_convolution, found.layers.values())):
+        raise MoQError(
+            f"{config.spell('convolutions')}: the model has no convolution; leave the key out"
+        )
+    _check_patterns(inventory, config, found)
+    _find_reasons(inventory, config, found)
+    return found
+
+
+def _find_reasons(inventory: Inventory, config: MoQConfig, found: Candidates) -> None:
+    """Say of the candidates which stay in float, and why."""
+    if not config.heads:
+        reason = f"is an output head ({config.spell('heads')})"
+        heads = output_heads(inventory.model, [*found.layers])
+        found.kept.update(dict.fromkeys(heads, reason))
+    for name in (*found.layers, *found.experts, *found.tables):
+        if _is_named(name, config):
+            found.kept[name] = "is in modules_to_not_convert"
+    for name, module in {**found.layers, **found.tables}.items():
+        why = why_not_quantizable(module)
+        if why is not None:
+            found.cannot[name] = why
+    found.cannot.update(dict.fromkeys(_routers(inventory), "routes to experts"))
+
+
+def _is_named(name: str, config: MoQConfig) -> bool:
+    return any(
+        matches(name, pattern) for pattern in config.modules_to_not_convert or ()
     )
-    _check_overrides(inventory.scheduled, config)
-    _check_adapters(inventory)
-    check_served(inventory, config)
-    return inventory
+
+
+def _check_patterns(inventory: Inventory, config: MoQConfig, found: Candidates) -> None:
+    """Check that each name and glob of `modules_to_not_convert` matches a module.
+
+    Raises:
+        MoQError: One does not.
+    """
+    known = [*filter(None, inventory.modules), *found.experts]
+    for pattern in config.modules_to_not_convert or ():
+        if not any(matches(name, pattern) for name in known):
+            parts = {part for name in known for part in name.split(".")}
+            near = difflib.get_close_matches(pattern, sorted(parts), 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            what = "linear layers" + " and convolutions" * config.convolutions
+            raise MoQError(
+                f"modules_to_not_convert: {pattern!r} matches no module{hint}; the {what} are "
+                f"{', '.join(found.layers) or 'none'}"
+            )
+
+
+def _check_weights(found: Candidates) -> None:
+    """Refuse weights that are no floats in memory of their own, and those that were parametrized too late.
+
+    Raises:
+        MoQError: There are some; says which, and what to do.
+    """
+    weights = {
+        name: layer._parameters.get("weight") for name, layer in found.layers.items()
+    }
+    for name, module in found.experts.items():
+        weights[name] = module._parameters[name.rpartition(".")[2]]
+    wrong: dict[str, list[str]] = {}
+    for name, weight in weights.items():
+        reason = None if weight is None or name in found.kept else unfit(weight)
+        if reason is not None:
+            wrong.setdefault(reason, []).append(name)
+    if wrong:
+        told = [f"{shortened(names)} ({reason})" for reason, names in wrong.items()]
+        raise MoQError(
+            f"these layers cannot be quantized: {'; '.join(told)}: start from a model in float32, bfloat16 or float16, "
+            "or name the layers in modules_to_not_convert"
+        )
+    late = [
+        name
+        for name, layer in found.layers.items()
+        if isinstance(layer, QuantModule)
+        and name in found.cannot
+        and name not in found.kept
+    ]
+    if late:
+        raise MoQError(
+            f"{', '.join(late)}: the weight has been parametrized since the layer was quantized; remove the "
+            "parametrization and call dequantize_model before registering it"
+        )
+
+
+def _nothing_left(inventory: Inventory, config: MoQConfig, found: Candidates) -> str:
+    """Say why no layer is quantized."""
+    what = "linear layer or convolution" if config.convolutions else "linear layer"
+    why = {**found.cannot, **found.kept}
+    listed = shortened((f"{name} {why[name]}" for name in found.layers), MOST_FAULTS)
+    hint = ""
+    if not config.convolutions and inventory.instances(*CONVOLUTIONS):
+        hint = f"; {config.spell('convolutions')}: true would quantize convolutions"
+    return f"no {what} is left to quantize: {listed or 'the model has none'}{hint}"
+
+
+def _left_out(found: Candidates, config: MoQConfig) -> dict[str, str | None]:
+    """What stays in float, with the reason where neither the config nor the place in the model is the reason."""
+    chosen = found.chosen(found.layers)
+    left: dict[str, str | None] = {
+        name: found.cannot.get(name) for name in found.layers if name not in chosen
+    }
+    if isinstance(config.embeddings, int):
+        left |= {
+            name: found.cannot[name] for name in found.tables if name in found.cannot
+        }
+    return left
+
+
+def _check_inputs(
+    inventory: Inventory,
+    config: MoQConfig,
+    layers: Iterable[str],
+    experts: Collection[str],
+) -> None:
+    """Refuse to round the inputs of experts, and of layers that PyTorch computes in one fused call.
+
+    Raises:
+        MoQError: There are such layers; the text names them.
+    """
+    if not config.activations.enabled:
+        return
+    key = config.spell("activations")
+    if experts:
+        raise MoQError(
+            f"{key}: the inputs of experts cannot be quantized ({', '.join(experts)}); leave it out, or add "
+            '"experts" to modules_to_not_convert'
+        )
+    # Some of them in evaluation alone.
+    fused = inventory.instances(nn.TransformerEncoderLayer, nn.MultiheadAttention)
+    wrong = [name for name in layers if is_below(name, *fused)]
+    if wrong:
+        raise MoQError(inputs_out_of_reach(wrong, key))
 
 
 def _check_overrides(scheduled: Iterable[str], config: MoQConfig) -> None:
@@ -152,86 +360,24 @@ def split_blocks(
     return found
 
 
-def select_layers(
-    inventory: Inventory, config: MoQConfig, has_experts: bool = False
-) -> tuple[dict[str, Layer], dict[str, str | None]]:
-    """The linear layers and convolutions that the config quantizes, and those that it leaves in float, by name.
-
-    Args:
-        inventory: The inventory of the model.
-        config: The config to follow.
-        has_experts: Whether there are experts to quantize besides these layers.
-
-    Returns:
-        Name to layer; and for those left in float, name to the reason, None where the
-        config or the place in the model is the reason. The second includes embedding
-        tables that cannot be quantized, if the config names their bits.
-
-    Raises:
-        MoQError: There is nothing to quantize, a pattern in
-            `modules_to_not_convert` matches nothing, a weight is none of floats,
-            groups do not divide it, or DoRA adapts it.
-    """
-    classes = LINEARS + (CONVOLUTIONS if config.convolutions else ())
-    every = inventory.instances(*classes)
-    what = "linear layer or convolution" if config.convolutions else "linear layer"
-    convolutions = inventory.instances(*CONVOLUTIONS)
-    if config.convolutions and not convolutions:
-        raise MoQError(
-            f"{config.spell('convolutions')}: the model has no convolution; leave the key out"
-        )
-    kept = _kept_by(inventory, config, every)
-    asked = {name: layer for name, layer in every.items() if name not in kept}
-    _check_weights(asked)
-    routers = _routers(inventory)
-    reasons = {
-        name: "routes to experts" if name in routers else misfit(layer)
-        for name, layer in every.items()
-    }
-    chosen = {name: layer for name, layer in asked.items() if reasons[name] is None}
-    if not chosen and not has_experts:
-        hint = ""
-        if convolutions and not config.convolutions:
-            hint = f"; {config.spell('convolutions')}: true would quantize convolutions"
-        why = {name: f"has {reason}" for name, reason in reasons.items()}
-        why |= {
-            name: "is in modules_to_not_convert"
-            if _is_named(name, config)
-            else f"is an output head ({config.spell('heads')})"
-            for name in kept
-        }
-        listed = shortened((f"{name} {why[name]}" for name in every), MOST_FAULTS)
-        raise MoQError(
-            f"no {what} is left to quantize: {listed or 'the model has none'}{hint}"
-        )
-    _check_groups({name: _features(layer) for name, layer in chosen.items()}, config)
-    _check_fused(inventory, chosen, config)
-    left_out = {name: reasons[name] for name in every if name not in chosen}
-    if isinstance(config.embeddings, int):
-        for name, table in inventory.instances(nn.Embedding).items():
-            reason = _why_no_table(table)
-            if reason is not None:
-                left_out[name] = reason
-    return chosen, left_out
-
-
-def _tables(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
+def _tables(
+    inventory: Inventory, config: MoQConfig, found: Candidates
+) -> dict[str, Any]:
     """Find the embedding tables that the config quantizes, their bits, and why those of "auto" stay in float.
 
     Raises:
         MoQError: The config names bits, and no table can be quantized.
     """
+    tables = inventory.tables
     if config.embeddings is None:
         return {}
-    tables = embeddings_to_quantize(inventory, config)
     if config.embeddings != "auto":
         if not tables:
-            every = inventory.instances(nn.Embedding).items()
-            why = {name: _why_no_table(table) for name, table in every}
-            told = "; ".join(f"{name} has {why[name]}" for name in why if why[name])
+            told = [f"{n} {found.cannot[n]}" for n in found.tables if n in found.cannot]
+            why = f" ({'; '.join(told)})" if told else ""
             raise MoQError(
-                f"{config.spell('embeddings')}: the model has no embedding table that can be quantized"
-                f"{told and f' ({told})'}; set it to null"
+                f"{config.spell('embeddings')}: the model has no embedding table that can be quantized{why}; set it "
+                "to null"
             )
         return {"embeddings": tables, "table_bits": config.embeddings}
     refuses = [name for name in config.serve if "embedding" in REQUIRED[name].without]
@@ -283,61 +429,20 @@ def _decodes(model: PreTrainedModel) -> bool:
     return only_causal or bool(getattr(config, "is_encoder_decoder", False))
 
 
-def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Module]:
-    """The parameters of experts that the config quantizes, by name, each with its module.
+def _tied(inventory: Inventory, config: MoQConfig, found: Candidates) -> dict[str, str]:
+    """The modules that share the weight of a chosen one, and compute with its quantized copy, each with that one.
 
-    Experts that PEFT adapts are left alone, since PEFT computes their sum with the
-    adapter in each forward pass.
-
-    Raises:
-        MoQError: Groups do not divide the matrices, or are not alike in all experts; or
-            the config quantizes the inputs of layers, which experts have inside.
-    """
-    every = _experts(inventory).items()
-    chosen = {name: module for name, module in every if not _is_named(name, config)}
-    if chosen and config.activations.enabled:
-        raise MoQError(
-            f"{config.spell('activations')}: the inputs of experts cannot be quantized ({', '.join(chosen)}); leave it "
-            'out, or add "experts" to modules_to_not_convert'
-        )
-    _check_fit({n: m._parameters[n.rpartition(".")[2]] for n, m in chosen.items()})
-    sizes = {}
-    for name, module in chosen.items():
-        _, rows, columns = matrix_of(module, name.rpartition(".")[2])
-        sizes[name] = {"out_features": rows, "in_features": columns}
-    _check_groups(sizes, config)
-    # Loaders of packed files know one group size for all experts.
-    if len({config.of(name).grouping for name in chosen}) > 1:
-        raise MoQError(
-            f"overrides: group_size must be the same for all experts ({', '.join(chosen)}); their bits may differ"
-        )
-    return chosen
-
-
-def select_tied(
-    inventory: Inventory, chosen: Mapping[str, nn.Module], config: MoQConfig
-) -> dict[str, str]:
-    """The modules that share the weight of a chosen one, and compute with its quantized copy.
-
-    The first of `chosen` with a weight decides how it is quantized. So
-    `embeddings` decides for a table that is also the output head; without it, a
-    head that is quantized as a linear layer decides for the table.
-
-    Args:
-        inventory: The inventory of the model.
-        chosen: What the config quantizes, by name, embedding tables first.
-        config: The config to follow.
-
-    Returns:
-        Name of the module to the name of the chosen one.
+    The first one with a weight decides how it is quantized. So `embeddings` decides for
+    a table that is also the output head; without it, a head that is quantized as a
+    linear layer decides for the table.
 
     Raises:
         MoQError: One of them cannot be quantized, or the config leaves it in float by
             name.
     """
     owners: dict[int, str] = {}
-    for name, module in chosen.items():
-        owners.setdefault(id(module._parameters["weight"]), name)
+    for name, chosen in {**inventory.embeddings, **inventory.layers}.items():
+        owners.setdefault(id(chosen._parameters["weight"]), name)
     tied: dict[str, str] = {}
     wrong = []
     for name, module in inventory.modules.items():
@@ -346,7 +451,15 @@ def select_tied(
             if owner == name:
                 continue
             tied[name] = owner
-            reason = _why_not_tied(inventory, name, attribute, config)
+            is_layer = name in found.tables or isinstance(
+                found.layers.get(name), nn.Linear
+            )
+            if attribute != "weight" or not is_layer:
+                reason: str | None = f"of a {type(module).__name__}"
+            elif _is_named(name, config):
+                reason = "which modules_to_not_convert names"
+            else:
+                reason = found.cannot.get(name) and f"which {found.cannot[name]}"
             if reason is not None:
                 wrong.append(f"{owner}.weight is also {name}.{attribute}, {reason}")
     if wrong:
@@ -362,142 +475,34 @@ def select_tied(
     return tied
 
 
-def _why_not_tied(
-    inventory: Inventory, name: str, own: str, config: MoQConfig
-) -> str | None:
-    """Why a module cannot compute with the quantized copy of a weight that it shares; None if it can."""
-    module = inventory.modules[name]
-    if (
-        own != "weight"
-        or not isinstance(module, nn.Linear | nn.Embedding)
-        or inventory.is_added(name)
-    ):
-        return f"of a {type(module).__name__}"
-    if _is_named(name, config):
-        return "which modules_to_not_convert names"
-    why = misfit(module) if isinstance(module, nn.Linear) else _why_no_table(module)
-    return None if why is None else f"which has {why}"
-
-
-def _why_no_table(module: nn.Embedding) -> str | None:
-    if module.max_norm is not None:
-        return "a max_norm"
-    return "sparse gradients" if module.sparse else misfit(module)
-
-
-def _experts(inventory: Inventory) -> dict[str, nn.Module]:
-    """Every parameter of experts that could be quantized, by name, with its module; PEFT's adapted ones excluded."""
-    return {
-        f"{name}.{attribute}": module
-        for name, module in inventory.modules.items()
-        if not inventory.is_added(name) and name.rpartition(".")[2] != ADAPTED
-        for attribute in experts_parameters(module)
-    }
-
-
-def embeddings_to_quantize(
-    inventory: Inventory, config: MoQConfig
-) -> dict[str, nn.Embedding]:
-    """The embedding tables that `embeddings` quantizes, or would, by name, including shared ones."""
-    tables = inventory.instances(nn.Embedding).items()
-    return {
-        name: table
-        for name, table in tables
-        if _why_no_table(table) is None and not _is_named(name, config)
-    }
-
-
-def _kept_by(
-    inventory: Inventory, config: MoQConfig, candidates: Collection[str]
-) -> set[str]:
-    """The candidates that `modules_to_not_convert` names, and the output heads unless `heads` is true.
-
-    Raises:
-        MoQError: A name or glob matches no module.
-    """
-    known = [*filter(None, inventory.modules), *_experts(inventory)]
-    for pattern in config.modules_to_not_convert or ():
-        if not any(matches(name, pattern) for name in known):
-            what = (
-                "linear layers and convolutions"
-                if config.convolutions
-                else "linear layers"
-            )
-            parts = {part for name in known for part in name.split(".")}
-            near = difflib.get_close_matches(pattern, sorted(parts), 1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise MoQError(
-                f"modules_to_not_convert: {pattern!r} matches no module{hint}; the {what} are "
-                f"{', '.join(candidates) or 'none'}"
-            )
-    heads = () if config.heads else output_heads(inventory.model, list(candidates))
-    return {name for name in candidates if name in heads or _is_named(name, config)}
-
-
 def _routers(inventory: Inventory) -> set[str]:
     """The linear layers beside experts that route to them: one output per expert, or one for the shared expert."""
     routers = set[str]()
     for name, module in inventory.modules.items():
-        parent, _, last = name.rpartition(".")
+        last = name.rpartition(".")[2]
         is_list = last == "experts" and isinstance(
             module, (nn.ModuleList, nn.ModuleDict)
         )
-        parts = [*module.children()] if is_list else []
-        if parameters := experts_parameters(module):
-            experts = matrix_of(module, parameters[0])[0]
-        elif parts:
-            experts = len(parts)
-        else:
+        parameters = experts_parameters(module)
+        if not parameters and not is_list:
             continue
+        count = (
+            len(cast(nn.ModuleList, module))
+            if is_list
+            else matrix_of(module, parameters[0])[0]
+        )
+        around = name.removesuffix(last)
         for other, layer in inventory.linears.items():
-            if not is_below(other, parent) or is_below(other, name):
+            if not other.startswith(around) or is_below(other, name):
                 continue
             # Such a list can lie beside the attention.
-            own = other[len(parent) :].strip(".")
-            is_beside = not parts or "." not in own or "router" in own or "gate" in own
-            if is_beside and _features(layer)["out_features"] in (1, experts):
+            own = other.removeprefix(around)
+            is_beside = (
+                not is_list or "." not in own or "router" in own or "gate" in own
+            )
+            if is_beside and _features(other, layer)["out_features"] in (1, count):
                 routers.add(other)
     return routers
-
-
-def _is_named(name: str, config: MoQConfig) -> bool:
-    return any(
-        matches(name, pattern) for pattern in config.modules_to_not_convert or ()
-    )
-
-
-def _check_weights(layers: Mapping[str, Layer]) -> None:
-    _check_fit({n: layer._parameters.get("weight") for n, layer in layers.items()})
-    late = [
-        name
-        for name, layer in layers.items()
-        if hasattr(layer, "moq") and misfit(layer) is not None
-    ]
-    if late:
-        raise MoQError(
-            f"{', '.join(late)}: the weight has been parametrized since the layer was quantized; remove the "
-            "parametrization and call dequantize_model before registering it"
-        )
-
-
-def _check_fit(weights: Mapping[str, Tensor | None]) -> None:
-    """Refuse weights that are no floats in memory of their own, by the names of what has them.
-
-    Raises:
-        MoQError: There are some; says which, and what to do.
-    """
-    wrong: dict[str, list[str]] = {}
-    for name, weight in weights.items():
-        reason = None if weight is None else unfit(weight)
-        if reason is not None:
-            wrong.setdefault(reason, []).append(name)
-    if not wrong:
-        return
-    told = [f"{shortened(names)} ({reason})" for reason, names in wrong.items()]
-    raise MoQError(
-        f"these layers cannot be quantized: {'; '.join(told)}: start from a model in float32, bfloat16 or float16, or "
-        "name the layers in modules_to_not_convert"
-    )
 
 
 def _check_adapters(inventory: Inventory) -> None:
@@ -572,45 +577,38 @@ def _why_not_beside(wrapper: Any) -> str | None:
     )
 
 
-def _check_fused(
-    inventory: Inventory, layers: Iterable[str], config: MoQConfig
-) -> None:
-    """Refuse to round the inputs of layers that PyTorch computes in one fused call, some in evaluation alone.
-
-    Raises:
-        MoQError: There are such layers; the text names them.
-    """
-    fused = inventory.instances(nn.TransformerEncoderLayer, nn.MultiheadAttention)
-    wrong = [name for name in layers if is_below(name, *fused)]
-    if wrong and config.activations.enabled:
-        raise MoQError(inputs_out_of_reach(wrong, config.spell("activations")))
-
-
-def _features(layer: Layer) -> dict[str, int]:
-    if isinstance(layer, Conv1D):
-        return {"out_features": layer.nf, "in_features": layer.nx}
-    if isinstance(layer, nn.Linear):
-        return {"out_features": layer.out_features, "in_features": layer.in_features}
-    return {"out_channels": layer.out_channels}
+def _features(name: str, module: nn.Module) -> dict[str, int]:
+    """The sizes of a weight that groups are to divide, by what its module calls them."""
+    if is_convolution(module):
+        return {"out_channels": cast(nn.Conv2d, module).out_channels}
+    if isinstance(module, nn.Linear):
+        rows, columns = module.out_features, module.in_features
+    elif isinstance(module, Conv1D):
+        rows, columns = module.nf, module.nx
+    else:
+        _, rows, columns = matrix_of(module, name.rpartition(".")[2])
+    return {"out_features": rows, "in_features": columns}
 
 
-def _check_groups(features: Mapping[str, Mapping[str, int]], config: MoQConfig) -> None:
+def _check_groups(weights: Mapping[str, nn.Module], config: MoQConfig) -> None:
     """Check that the config's groups divide all weights.
 
     Raises:
-        MoQError: They do not; the text says which would.
+        MoQError: They do not, and the text says which would; or experts differ in their
+            groups.
     """
-    by_grouping: dict[Grouping, dict[str, Mapping[str, int]]] = {}
-    for layer, own in features.items():
-        by_grouping.setdefault(config.of(layer).grouping, {})[layer] = own
-    for grouping, features_of_layers in by_grouping.items():
+    by_grouping: dict[Grouping, list[str]] = {}
+    for name in weights:
+        by_grouping.setdefault(config.of(name).grouping, []).append(name)
+    for grouping, names in by_grouping.items():
         # Channels divide every weight.
         if isinstance(grouping, PerChannel):
             continue
         axis, count = grouping.divides
         sizes: list[int] = []
         wrong: list[str] = []
-        for layer, own in features_of_layers.items():
+        for layer in names:
+            own = _features(layer, weights[layer])
             for name in {axis, axis.replace("features", "channels")} & own.keys():
                 sizes.append(own[name])
                 if own[name] % count:
@@ -623,3 +621,15 @@ def _check_groups(features: Mapping[str, Mapping[str, int]], config: MoQConfig) 
                 f"{config.spell(grouping.key)} {count} does not divide the weights of {shortened(wrong, MOST_FAULTS)}; "
                 f"nearest values that fit every layer: {', '.join(map(str, near))}{grouping.instead}"
             )
+
+
+def _check_experts(experts: Collection[str], config: MoQConfig) -> None:
+    """Loaders of packed files know one group size for all experts.
+
+    Raises:
+        MoQError: They differ in it.
+    """
+    if len({config.of(name).grouping for name in experts}) > 1:
+        raise MoQError(
+            f"overrides: group_size must be the same for all experts ({', '.join(experts)}); their bits may differ"
+        )

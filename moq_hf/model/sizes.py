@@ -31,7 +31,7 @@ from ..formats.table import (
 from ..names import plain_name, pretrained, without_fsdp, without_peft
 from ..processes import shape_of
 from ..quant_experts import experts_parameters
-from ..quant_linear import QuantEmbedding, QuantLayer
+from ..quantized_weight import QuantizedWeight
 from ..quantizer import Quantized
 from ..schedule import FLOAT_BITS
 from ..seams.sentence_transformers import body_of
@@ -47,7 +47,7 @@ _LETTERS = {torch.bfloat16: 4, torch.bool: 4, torch.int8: 2, torch.uint8: 2}
 class _Weight(NamedTuple):
     """A quantized weight: its layer, its counts of numbers and scales, the bits of its dtype, whether it is a table."""
 
-    layer: QuantLayer
+    layer: QuantizedWeight
     numbers: int
     scales: int
     full: int
@@ -116,11 +116,13 @@ class ModelSizes:
             that is not quantized, by what it is.
     """
 
-    def __init__(self, inventory: Inventory, layers: Mapping[str, QuantLayer]) -> None:
+    def __init__(
+        self, inventory: Inventory, layers: Mapping[str, QuantizedWeight]
+    ) -> None:
         kinds = _kinds(inventory)
-        owners: dict[int, QuantLayer] = {}
+        owners: dict[int, QuantizedWeight] = {}
         for layer in layers.values():
-            owners.setdefault(id(layer.weight), layer)
+            owners.setdefault(id(layer.float_weight), layer)
         self._inventory = inventory
         self._weights: list[_Weight] = []
         self.left: dict[str, list[int]] = {}
@@ -166,7 +168,7 @@ class ModelSizes:
     @property
     def layer_bits(self) -> float:
         """The mean bits of the weights of quantized layers now, embedding tables apart."""
-        layers = [w for w in self._weights if not isinstance(w.layer, QuantEmbedding)]
+        layers = [w for w in self._weights if w.layer.kind != "embedding"]
         return sum(w.bits for w in layers) / sum(w.numbers for w in layers)
 
     @property
@@ -208,9 +210,7 @@ class ModelSizes:
             name = weight.layer.moq.name
             own = config.of(name)
             # A budget may give any of its choices.
-            is_fixed = own.budget is None and not isinstance(
-                weight.layer, QuantEmbedding
-            )
+            is_fixed = own.budget is None and weight.layer.kind != "embedding"
             why = weight.misfit(own.targets[0] if is_fixed else MAX_PACKED_BITS)
             if why is None and is_taken_apart:
                 why = TAKEN_APART
@@ -229,7 +229,7 @@ class ModelSizes:
         for weight in self._weights:
             name = weight.layer.moq.name
             spec = EncodeSpec.of(weight.layer, weight.is_table)
-            is_table = isinstance(weight.layer, QuantEmbedding)
+            is_table = weight.layer.kind == "embedding"
             targets = (spec.bits,) if is_table else config.of(name).targets
             for bits in targets:
                 at = spec.at(bits)
@@ -314,12 +314,12 @@ class FileSize:
     def __init__(
         self,
         inventory: Inventory,
-        layers: Mapping[str, QuantLayer],
-        embeddings: Mapping[str, QuantEmbedding],
+        layers: Mapping[str, QuantizedWeight],
+        embeddings: Mapping[str, QuantizedWeight],
         fixed: Mapping[str, int] | None = None,
     ) -> None:
         self._inventory = inventory
-        self._layers: dict[str, QuantLayer] = {**layers, **embeddings}
+        self._layers: dict[str, QuantizedWeight] = {**layers, **embeddings}
         self._tables = {*embeddings, *inventory.tied.values()}
         seen = {id(layer.float_weight) for layer in self._layers.values()}
         self._fixed: dict[str, Tensor] = {}

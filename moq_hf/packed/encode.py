@@ -42,7 +42,7 @@ from ..model.convert import beyond
 from ..model.inventory import FUSED, LINEARS, Inventory
 from ..names import plain_name
 from ..processes import device_of, shape_of
-from ..quant_linear import QuantLayer
+from ..quantized_weight import QuantizedWeight
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import (
     matrices_in_files,
@@ -91,7 +91,7 @@ class Encoder:
     def __init__(
         self,
         inventory: Inventory,
-        layers: Mapping[str, QuantLayer],
+        layers: Mapping[str, QuantizedWeight],
         layout: Layout,
         tied: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
@@ -239,7 +239,7 @@ class Encoder:
         self,
         model: nn.Module,
         name: str,
-        layer: QuantLayer,
+        layer: QuantizedWeight,
         shared: SharedScheme | None,
     ) -> EncodeSpec:
         matrices = None
@@ -251,7 +251,7 @@ class Encoder:
         in_float = self.layout == "gemma" and (
             layer.kind not in ("linear", "conv1d", "embedding")
             or name in self.tied
-            or stays_float(model, name, layer)
+            or stays_float(model, name, layer.module)
         )
         return replace(
             EncodeSpec.of(layer, name in self.tables, matrices),
@@ -386,7 +386,7 @@ class Encoder:
             matrices=matrices,
         )
         if form == "int8" and layer.kind == "embedding":
-            parts |= int_quantized.unsaved_buffers(name, layer)
+            parts |= int_quantized.unsaved_buffers(name, layer.module)
         return parts
 
     def _group(self, name: str, scheme: dict[str, Any]) -> str:
@@ -465,7 +465,7 @@ class Encoder:
         }
 
 
-def _formats_of(layers: Iterable[QuantLayer]) -> set[Format]:
+def _formats_of(layers: Iterable[QuantizedWeight]) -> set[Format]:
     return {layer.moq.precision.format for layer in layers}
 
 

@@ -23,7 +23,7 @@ from ..errors import MoQError, explained, read_as, show, write_json
 from ..formats.stored import StoredLayer, by_matrix
 from ..formats.table import Layout, has_codes, installed
 from ..inputs import ranges_of
-from ..quant_linear import QuantLayer, inputs_of
+from ..quantized_weight import QuantizedWeight, inputs_of
 from ..training.controller import MoQController
 from ..training.resume import Range
 from ..version import __version__
@@ -69,7 +69,7 @@ class State(TypedDict):
 
 
 def state_of(
-    layers: Mapping[str, QuantLayer],
+    layers: Mapping[str, QuantizedWeight],
     stored: Mapping[str, StoredLayer],
     controller: MoQController | None,
 ) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from moq_hf import quantizer as q
 from moq_hf.grid import Grid, PerChannel
 from moq_hf.inputs import InputObserver
 from moq_hf.layer_state import LayerState
-from moq_hf.quant_linear import FLOAT_BITS
+from moq_hf.model.convert import quant_layers
+from moq_hf.schedule import FLOAT_BITS
 
 CONFIG: dict[str, Any] = {"quantize_bits": {"start_bits": 3, "target_bits": 3}, "quantize_groups": "per_channel"}
 ABSMAX = {**CONFIG, "quantize_algo": {"scale": "absmax"}}
@@ -257,11 +258,11 @@ def test_an_average_that_is_swapped_in_through_data_is_evaluated_after_eval() ->
 
 def test_a_copy_of_a_model_has_the_precision_of_its_making() -> None:
     model = net(CONFIG)
-    model[0].set_bits(FLOAT_BITS)
+    quant_layers(model)["0"].set_bits(FLOAT_BITS)
     teacher = copy.deepcopy(model)
-    model[0].set_bits(5)
+    quant_layers(model)["0"].set_bits(5)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
-    model[0].set_bits(3)
+    quant_layers(model)["0"].set_bits(3)
     with torch.no_grad():
         model[0].weight.mul_(1.5)
     average.update_parameters(model)
@@ -314,6 +315,15 @@ def test_in_a_loop_without_a_trainer_train_counts_steps() -> None:
         assert layer.moq.seed.step == step and is_fresh(model)
         found.append(error(layer) == least_error(layer))
     assert found == [False, False, True] * 2
+
+
+def test_layers_that_share_a_weight_count_each_step_once() -> None:
+    layers = {"first": nn.Linear(16, 16), "second": nn.Linear(16, 16), "head": nn.Linear(16, 2)}
+    layers["second"].weight = layers["first"].weight
+    model: Any = quantize_model(nn.ModuleDict(layers), CONFIG)
+    assert model.first.moq is model.second.moq
+    model.train()
+    assert model.first.moq.seed.step == 1
 
 
 def test_in_a_loop_without_a_trainer_stochastic_rounding_draws_with_each_train() -> None:

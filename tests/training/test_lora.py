@@ -156,7 +156,7 @@ def follow_adapters(model: Any, inputs: Any, wrapper: Any) -> None:
         # As the reference model of DPO is: the base alone, on the grid of the merged weight.
         none, layer = answer(), wrapper.base_layer
         expected = fake_quantize(layer.float_weight, 4, layer.moq.grid, ratio=layer.moq.ratio)
-        assert torch.equal(layer.quantized_copy(torch.float32), expected)
+        assert torch.equal(layer.quantized_weight(), expected)
     wrapper.set_scale("other", 2.0)
     found = [first, changed, both, other, none, answer()]
     assert all(not torch.equal(one, two) for index, one in enumerate(found) for two in found[:index])
