@@ -117,6 +117,11 @@ class LayerState:
         was_taken: Whether the layer took what was last made ahead.
         awaits_call: Whether the last pass that made the weight ahead has not called the
             layer; it is not made ahead again until the layer is called.
+        made: Quantized weights of the pass that is under way, where the backward pass is
+            to compute them again.
+        lent: What a hook was given to read, which it may have written to, and what that
+            was made of.
+        ahead: What the operator at the head of a compiled graph gives.
     """
 
     grid: Grid
@@ -141,32 +146,21 @@ class LayerState:
     is_always_called: bool | None = None
     was_taken: bool = False
     awaits_call: bool = False
+    made: list[Tensor] | None = field(default=None, repr=False)
+    lent: tuple[Tensor, Any] | None = field(default=None, repr=False)
+    ahead: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        # Quantized weights of the pass that is under way, where the backward pass is to
-        # compute them again.
-        self.made: list[Tensor] | None = None
-        # What a hook was given to read, which it may have written to, and what that was
-        # made of.
-        self.lent: tuple[Tensor, Any] | None = None
-        # What the operator at the head of a compiled graph gives.
-        self.ahead: Tensor | None = None
         self.number = numbered(self)
         self.numbers = torch.tensor([self.number], device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("made", "lent", "ahead", "number", "numbers")
-        }
+        # Copies are not part of the pass that is under way.
+        return {**vars(self), "made": None, "lent": None, "ahead": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self.__post_init__()
 
     @property
     def precision(self) -> Precision:
@@ -352,7 +346,7 @@ class LayerState:
         is_matrix = weight.dim() == 2 and is_in_rows(self.kind)
         matrix = weight if is_matrix else to_rows(weight.detach(), self.kind)
         return triton_quant.Job(
-            matrix, self.grid.at(self.bits), self.ratio, self.seed, self.blend, dtype
+            matrix, self.precision, self.ratio, self.seed, self.blend, dtype
         )
 
     def shaped(self, values: Tensor, weight: Tensor) -> Tensor:

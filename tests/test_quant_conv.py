@@ -230,7 +230,11 @@ def test_a_computed_weight_and_other_convolutions_stay_in_float() -> None:
     )
     controller = MoQController(model, MoQConfig.from_dict({**CONFIG, "quantize_heads": False}))
     assert list(controller.layers) == ["0"]
-    assert controller.inventory.left_out == {"1": "has a computed weight", "2": "has the class ConvTranspose1d", "3": None}
+    assert controller.inventory.left_out == {
+        "1": "has a computed weight",
+        "2": "has the class ConvTranspose1d",
+        "3": None,
+    }
     assert "left in float, the class ConvTranspose1d: 2" in controller.summary()
 
 

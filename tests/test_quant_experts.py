@@ -245,8 +245,13 @@ def test_routers_and_named_experts_stay_in_float() -> None:
     assert list(found.scheduled) == ["0.dense", "0.experts.gate_up_proj", "0.experts.down_proj"]
     assert found.left_out == {"0.router": "routes to experts", "1": None}
     # A block by itself has the same router.
-    assert take_inventory(block, MoQConfig.from_dict(at_bits(4))).left_out == {"router": "routes to experts", "dense": None}
-    with pytest.raises(MoQError, match="left to quantize: router routes to experts, dense is in modules_to_not_convert"):
+    assert take_inventory(block, MoQConfig.from_dict(at_bits(4))).left_out == {
+        "router": "routes to experts",
+        "dense": None,
+    }
+    with pytest.raises(
+        MoQError, match="left to quantize: router routes to experts, dense is in modules_to_not_convert"
+    ):
         quantize_model(block, at_bits(4, modules_to_not_convert=["dense", "experts"]))
     # Experts that are modules, as Switch Transformers and much code on the Hub have them.
     block = nn.ModuleDict(

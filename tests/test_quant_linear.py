@@ -275,7 +275,7 @@ def test_weights_that_are_no_floats_in_plain_memory_are_told(kind: str) -> None:
     make, reason = NO_FLOATS[kind]
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 2))
     model[0].weight = nn.Parameter(make(), requires_grad=False)
-    says = rf"these layers cannot be quantized: 0 \({re.escape(reason)}\): start from a model in float32, .* or name"
+    says = rf"these layers cannot be quantized: {re.escape(reason)} \(0\): start from a model in float32, .* or name"
     for prepare in (quantize_model, lambda *given: MoQController(given[0], MoQConfig.from_dict(given[1]))):
         with pytest.raises(MoQError, match=says):
             prepare(model, CONFIG)

@@ -299,34 +299,18 @@ def why_not_quantizable(module: nn.Module) -> str | None:
     >>> why_not_quantizable(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
     'has a computed weight'
     """
-    reasons = (rule(module) for rule in RULES)
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _why_not_class(module: nn.Module) -> str | None:
-    if is_convolution(module) and not isinstance(module, nn.Conv1d | nn.Conv2d):
-        return f"has the class {type(module).__name__}"
-    return None
-
-
-def _why_not_table(module: nn.Module) -> str | None:
-    if not isinstance(module, nn.Embedding):
-        return None
-    if module.max_norm is not None:
-        return "has a max_norm"
-    return "has sparse gradients" if module.sparse else None
-
-
-def _why_not_forward(module: nn.Module) -> str | None:
-    # Accelerate wraps the forward of the instance, not of the class.
     kind = type(module)
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None:
+            return "has a max_norm"
+        if module.sparse:
+            return "has sparse gradients"
+    if is_convolution(module) and not isinstance(module, nn.Conv1d | nn.Conv2d):
+        return f"has the class {kind.__name__}"
+    # Accelerate wraps the forward of the instance, not of the class.
     is_known = kind.forward in _FORWARDS or issubclass(kind, QuantModule)
-    if is_known or is_scaled_table(kind):
-        return None
-    return "has a forward of its own"
-
-
-def _why_not_weight(module: nn.Module) -> str | None:
+    if not (is_known or is_scaled_table(kind)):
+        return "has a forward of its own"
     # Parametrizations and the old weight_norm compute the weight at each access, so
     # there is no parameter to train or to save.
     weight = module._parameters.get("weight")
@@ -336,9 +320,6 @@ def _why_not_weight(module: nn.Module) -> str | None:
     if fault is not None:
         return f"has {fault}"
     return None if shape_of(weight).numel() else "has an empty weight"
-
-
-RULES = (_why_not_class, _why_not_table, _why_not_forward, _why_not_weight)
 
 
 def unfit(weight: Tensor) -> str | None:

@@ -2,9 +2,9 @@
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -19,7 +19,7 @@ from ..config import MoQConfig
 from ..config_fields import given_in, matches
 from ..errors import MOST_FAULTS, MoQError, shortened
 from ..formats.stored import MAX_PACKED_BITS
-from ..grid import Grouping, PerChannel
+from ..grid import PerChannel
 from ..inputs import inputs_out_of_reach
 from ..names import adapted_layers, is_below, pretrained
 from ..processes import check_supported, is_partitioned
@@ -39,7 +39,6 @@ from .inventory import (
     CONVOLUTIONS,
     LINEARS,
     Inventory,
-    Layer,
     is_convolution,
     is_packed,
     output_heads,
@@ -48,37 +47,11 @@ from .inventory import (
 )
 from .sizes import is_unpacked
 
-Module = TypeVar("Module", bound=nn.Module)
+Value = TypeVar("Value")
 
 # Bits of tables where the config says "auto", unless those would widen all codes of the
 # file.
 AUTO_TABLE_BITS = 8
-
-
-class Candidates(NamedTuple):
-    """What a config could quantize in a model, by name in model order, and why some of it stays in float.
-
-    Attributes:
-        layers: Linear layers, and convolutions if the config asks for these.
-        experts: Parameters of experts, each with its module.
-        tables: Embedding tables.
-        cannot: Why layers and tables cannot be quantized.
-        kept: Why the config leaves something in float.
-    """
-
-    layers: dict[str, Layer]
-    experts: dict[str, nn.Module]
-    tables: dict[str, nn.Embedding]
-    cannot: dict[str, str]
-    kept: dict[str, str]
-
-    def chosen(self, those: Mapping[str, Module]) -> dict[str, Module]:
-        """Those for which there is no reason to stay in float."""
-        return {
-            name: module
-            for name, module in those.items()
-            if name not in self.cannot and name not in self.kept
-        }
 
 
 def take_inventory(model: Any, config: MoQConfig) -> Inventory:
@@ -96,38 +69,57 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
     if not config.enabled:
         return inventory
     _check_ready(inventory)
-    found = _find_candidates(inventory, config)
-    _check_weights(found)
-    layers, experts = found.chosen(found.layers), found.chosen(found.experts)
-    if not (layers or experts):
-        raise MoQError(_nothing_left(inventory, config, found))
-    _check_inputs(inventory, config, layers, experts)
-    _check_groups({**layers, **experts}, config)
-    _check_experts(experts, config)
-    inventory = replace(
+    classes = LINEARS + (CONVOLUTIONS if config.convolutions else ())
+    every = replace(
         inventory,
-        layers=layers,
-        experts=experts,
-        tables=found.chosen(found.tables),
-        left_out=_left_out(found, config),
+        layers=inventory.instances(*classes),
+        experts=_experts(inventory),
+        tables=inventory.instances(nn.Embedding),
     )
-    inventory = replace(inventory, **_tables(inventory, config, found))
-    tied = _tied(inventory, config, found)
-
-    def untied(those: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in those.items() if name not in tied}
-
+    _check_names(every, config)
+    kept, cannot = _kept(every, config), _cannot(every)
+    _check_weights(every, kept, cannot)
+    stay = {**cannot, **kept}
+    layers, experts = _without(every.layers, stay), _without(every.experts, stay)
+    if not (layers or experts):
+        raise MoQError(_nothing_left(every, config, stay))
+    _check_inputs(inventory, config, layers, experts)
+    _check_groups(config, layers, experts)
+    tables = _without(every.tables, stay)
+    unfit_tables = {name: cannot[name] for name in every.tables if name in cannot}
+    inventory = replace(inventory, layers=layers, experts=experts, tables=tables)
+    inventory = replace(inventory, **_tables(inventory, config, unfit_tables))
+    tied = _tied(inventory, config, cannot)
+    left = {name: cannot.get(name) for name in every.layers if name in stay}
+    if isinstance(config.embeddings, int):
+        left |= unfit_tables
     inventory = replace(
         inventory,
-        layers=untied(layers),
-        embeddings=untied(inventory.embeddings),
-        left_out=untied(inventory.left_out),
+        layers=_without(layers, tied),
+        embeddings=_without(inventory.embeddings, tied),
+        left_out=_without(left, tied),
         tied=tied,
     )
     _check_overrides(inventory.scheduled, config)
     _check_adapters(inventory)
     check_served(inventory, config)
     return inventory
+
+
+def _without(those: Mapping[str, Value], names: Container[str]) -> dict[str, Value]:
+    return {name: value for name, value in those.items() if name not in names}
+
+
+def _told(reasons: Mapping[str, str]) -> str:
+    """Reasons, each with the names that have it.
+
+    >>> _told({"0": "a weight of int8", "1": "a weight of int8"})
+    'a weight of int8 (0, 1)'
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"{reason} ({shortened(names[reason])})" for reason in names)
 
 
 def _check_ready(inventory: Inventory) -> None:
@@ -149,51 +141,40 @@ def _check_ready(inventory: Inventory) -> None:
         )
 
 
-def _find_candidates(inventory: Inventory, config: MoQConfig) -> Candidates:
-    """Walk over the model and ask the rules.
+def _experts(inventory: Inventory) -> dict[str, nn.Module]:
+    """Every parameter of experts by name, with its module.
 
-    Experts that PEFT adapts are left alone, since PEFT computes their sum with the
-    adapter in each forward pass.
-
-    Raises:
-        MoQError: The model has no convolution for `convolutions`, or a pattern in
-            `modules_to_not_convert` matches nothing.
+    Those that PEFT adapts are left alone, since PEFT computes their sum with the adapter
+    in each forward pass.
     """
-    classes = LINEARS + (CONVOLUTIONS if config.convolutions else ())
-    found = Candidates({}, {}, {}, {}, {})
-    for name, module in inventory.modules.items():
-        if inventory.is_added(name):
-            continue
-        if isinstance(module, classes):
-            found.layers[name] = cast(Layer, module)
-        elif isinstance(module, nn.Embedding):
-            found.tables[name] = module
-        elif name.rpartition(".")[2] != ADAPTED:
-            for parameter in experts_parameters(module):
-                found.experts[f"{name}.{parameter}".lstrip(".")] = module
-    if config.convolutions and not any(map(is_convolution, found.layers.values())):
-        raise MoQError(
-            f"{config.spell('convolutions')}: the model has no convolution; leave the key out"
-        )
-    _check_patterns(inventory, config, found)
-    _find_reasons(inventory, config, found)
-    return found
+    return {
+        f"{name}.{attribute}".lstrip("."): module
+        for name, module in inventory.modules.items()
+        if not inventory.is_added(name) and name.rpartition(".")[2] != ADAPTED
+        for attribute in experts_parameters(module)
+    }
 
 
-def _find_reasons(inventory: Inventory, config: MoQConfig, found: Candidates) -> None:
-    """Say of the candidates which stay in float, and why."""
+def _kept(every: Inventory, config: MoQConfig) -> dict[str, str]:
+    """Why the config leaves layers, experts and tables in float, by name."""
+    kept = {}
     if not config.heads:
         reason = f"is an output head ({config.spell('heads')})"
-        heads = output_heads(inventory.model, [*found.layers])
-        found.kept.update(dict.fromkeys(heads, reason))
-    for name in (*found.layers, *found.experts, *found.tables):
+        kept = dict.fromkeys(output_heads(every.model, [*every.layers]), reason)
+    for name in (*every.scheduled, *every.tables):
         if _is_named(name, config):
-            found.kept[name] = "is in modules_to_not_convert"
-    for name, module in {**found.layers, **found.tables}.items():
-        why = why_not_quantizable(module)
-        if why is not None:
-            found.cannot[name] = why
-    found.cannot.update(dict.fromkeys(_routers(inventory), "routes to experts"))
+            kept[name] = "is in modules_to_not_convert"
+    return kept
+
+
+def _cannot(every: Inventory) -> dict[str, str]:
+    """Why layers and tables cannot be quantized, by name."""
+    cannot = {}
+    for name, module in {**every.layers, **every.tables}.items():
+        reason = why_not_quantizable(module)
+        if reason is not None:
+            cannot[name] = reason
+    return cannot | dict.fromkeys(_routers(every), "routes to experts")
 
 
 def _is_named(name: str, config: MoQConfig) -> bool:
@@ -202,13 +183,17 @@ def _is_named(name: str, config: MoQConfig) -> bool:
     )
 
 
-def _check_patterns(inventory: Inventory, config: MoQConfig, found: Candidates) -> None:
-    """Check that each name and glob of `modules_to_not_convert` matches a module.
+def _check_names(every: Inventory, config: MoQConfig) -> None:
+    """Check that each name and glob of `modules_to_not_convert` matches a module, and `convolutions` finds one.
 
     Raises:
         MoQError: One does not.
     """
-    known = [*filter(None, inventory.modules), *found.experts]
+    if config.convolutions and not any(map(is_convolution, every.layers.values())):
+        raise MoQError(
+            f"{config.spell('convolutions')}: the model has no convolution; leave the key out"
+        )
+    known = [*filter(None, every.modules), *every.experts]
     for pattern in config.modules_to_not_convert or ():
         if not any(matches(name, pattern) for name in known):
             parts = {part for name in known for part in name.split(".")}
@@ -217,38 +202,35 @@ def _check_patterns(inventory: Inventory, config: MoQConfig, found: Candidates) 
             what = "linear layers" + " and convolutions" * config.convolutions
             raise MoQError(
                 f"modules_to_not_convert: {pattern!r} matches no module{hint}; the {what} are "
-                f"{', '.join(found.layers) or 'none'}"
+                f"{', '.join(every.layers) or 'none'}"
             )
 
 
-def _check_weights(found: Candidates) -> None:
+def _check_weights(
+    every: Inventory, kept: Container[str], cannot: Container[str]
+) -> None:
     """Refuse weights that are no floats in memory of their own, and those that were parametrized too late.
 
     Raises:
         MoQError: There are some; says which, and what to do.
     """
-    weights = {
-        name: layer._parameters.get("weight") for name, layer in found.layers.items()
-    }
-    for name, module in found.experts.items():
-        weights[name] = module._parameters[name.rpartition(".")[2]]
-    wrong: dict[str, list[str]] = {}
-    for name, weight in weights.items():
-        reason = None if weight is None or name in found.kept else unfit(weight)
-        if reason is not None:
-            wrong.setdefault(reason, []).append(name)
-    if wrong:
-        told = [f"{shortened(names)} ({reason})" for reason, names in wrong.items()]
+    asked = _without({**every.experts, **every.layers}, kept)
+    faults: dict[str, str] = {}
+    for name, module in asked.items():
+        attribute = name.rpartition(".")[2] if name in every.experts else "weight"
+        weight = module._parameters.get(attribute)
+        fault = None if weight is None else unfit(weight)
+        if fault is not None:
+            faults[name] = fault
+    if faults:
         raise MoQError(
-            f"these layers cannot be quantized: {'; '.join(told)}: start from a model in float32, bfloat16 or float16, "
+            f"these layers cannot be quantized: {_told(faults)}: start from a model in float32, bfloat16 or float16, "
             "or name the layers in modules_to_not_convert"
         )
     late = [
         name
-        for name, layer in found.layers.items()
-        if isinstance(layer, QuantModule)
-        and name in found.cannot
-        and name not in found.kept
+        for name, module in asked.items()
+        if name in cannot and isinstance(module, QuantModule)
     ]
     if late:
         raise MoQError(
@@ -257,28 +239,14 @@ def _check_weights(found: Candidates) -> None:
         )
 
 
-def _nothing_left(inventory: Inventory, config: MoQConfig, found: Candidates) -> str:
+def _nothing_left(every: Inventory, config: MoQConfig, stay: Mapping[str, str]) -> str:
     """Say why no layer is quantized."""
     what = "linear layer or convolution" if config.convolutions else "linear layer"
-    why = {**found.cannot, **found.kept}
-    listed = shortened((f"{name} {why[name]}" for name in found.layers), MOST_FAULTS)
+    listed = shortened((f"{name} {stay[name]}" for name in every.layers), MOST_FAULTS)
     hint = ""
-    if not config.convolutions and inventory.instances(*CONVOLUTIONS):
+    if not config.convolutions and every.instances(*CONVOLUTIONS):
         hint = f"; {config.spell('convolutions')}: true would quantize convolutions"
     return f"no {what} is left to quantize: {listed or 'the model has none'}{hint}"
-
-
-def _left_out(found: Candidates, config: MoQConfig) -> dict[str, str | None]:
-    """What stays in float, with the reason where neither the config nor the place in the model is the reason."""
-    chosen = found.chosen(found.layers)
-    left: dict[str, str | None] = {
-        name: found.cannot.get(name) for name in found.layers if name not in chosen
-    }
-    if isinstance(config.embeddings, int):
-        left |= {
-            name: found.cannot[name] for name in found.tables if name in found.cannot
-        }
-    return left
 
 
 def _check_inputs(
@@ -361,7 +329,7 @@ def split_blocks(
 
 
 def _tables(
-    inventory: Inventory, config: MoQConfig, found: Candidates
+    inventory: Inventory, config: MoQConfig, unfit_tables: Mapping[str, str]
 ) -> dict[str, Any]:
     """Find the embedding tables that the config quantizes, their bits, and why those of "auto" stay in float.
 
@@ -372,30 +340,27 @@ def _tables(
     if config.embeddings is None:
         return {}
     if config.embeddings != "auto":
-        if not tables:
-            told = [f"{n} {found.cannot[n]}" for n in found.tables if n in found.cannot]
-            why = f" ({'; '.join(told)})" if told else ""
-            raise MoQError(
-                f"{config.spell('embeddings')}: the model has no embedding table that can be quantized{why}; set it "
-                "to null"
-            )
-        return {"embeddings": tables, "table_bits": config.embeddings}
+        if tables:
+            return {"embeddings": tables, "table_bits": config.embeddings}
+        told = "; ".join(f"{name} {why}" for name, why in unfit_tables.items())
+        raise MoQError(
+            f"{config.spell('embeddings')}: the model has no embedding table that can be quantized"
+            f"{told and f' ({told})'}; set it to null"
+        )
     refuses = [name for name in config.serve if "embedding" in REQUIRED[name].without]
     if refuses and tables:
-        return {
-            "tables_stay": f"{' and '.join(refuses)} take{'s' * (len(refuses) == 1)} them as floats"
-        }
+        take = "takes" if len(refuses) == 1 else "take"
+        return {"tables_stay": f"{' and '.join(refuses)} {take} them as floats"}
     if tables and not is_encoder(inventory):
         return {"tables_stay": "the model is no encoder of transformers"}
     # An output head that shares a table is in float unless the config says otherwise.
     # A pruned or normalized layer computes its weight.
-    linear = {id(x._parameters.get("weight")) for x in inventory.linears.values()}
-    shared = [n for n, table in tables.items() if id(table.weight) in linear]
+    of_layers = {id(x._parameters.get("weight")) for x in inventory.linears.values()}
+    shared = [n for n, table in tables.items() if id(table.weight) in of_layers]
+    unpacked = is_unpacked(inventory)
     return {
-        "embeddings": {n: t for n, t in tables.items() if n not in shared},
-        "table_bits": widest_codes(inventory, config)
-        if is_unpacked(inventory)
-        else AUTO_TABLE_BITS,
+        "embeddings": _without(tables, shared),
+        "table_bits": widest_codes(inventory, config) if unpacked else AUTO_TABLE_BITS,
         "tables_stay": f"a layer shares {', '.join(shared)}" if shared else None,
     }
 
@@ -429,7 +394,9 @@ def _decodes(model: PreTrainedModel) -> bool:
     return only_causal or bool(getattr(config, "is_encoder_decoder", False))
 
 
-def _tied(inventory: Inventory, config: MoQConfig, found: Candidates) -> dict[str, str]:
+def _tied(
+    inventory: Inventory, config: MoQConfig, cannot: Mapping[str, str]
+) -> dict[str, str]:
     """The modules that share the weight of a chosen one, and compute with its quantized copy, each with that one.
 
     The first one with a weight decides how it is quantized. So `embeddings` decides for
@@ -451,15 +418,13 @@ def _tied(inventory: Inventory, config: MoQConfig, found: Candidates) -> dict[st
             if owner == name:
                 continue
             tied[name] = owner
-            is_layer = name in found.tables or isinstance(
-                found.layers.get(name), nn.Linear
-            )
-            if attribute != "weight" or not is_layer:
+            is_layer = isinstance(module, nn.Linear | nn.Embedding)
+            if attribute != "weight" or not is_layer or inventory.is_added(name):
                 reason: str | None = f"of a {type(module).__name__}"
             elif _is_named(name, config):
                 reason = "which modules_to_not_convert names"
             else:
-                reason = found.cannot.get(name) and f"which {found.cannot[name]}"
+                reason = cannot.get(name) and f"which {cannot[name]}"
             if reason is not None:
                 wrong.append(f"{owner}.weight is also {name}.{attribute}, {reason}")
     if wrong:
@@ -480,17 +445,16 @@ def _routers(inventory: Inventory) -> set[str]:
     routers = set[str]()
     for name, module in inventory.modules.items():
         last = name.rpartition(".")[2]
-        is_list = last == "experts" and isinstance(
-            module, (nn.ModuleList, nn.ModuleDict)
-        )
         parameters = experts_parameters(module)
-        if not parameters and not is_list:
-            continue
-        count = (
-            len(cast(nn.ModuleList, module))
-            if is_list
-            else matrix_of(module, parameters[0])[0]
+        is_list = last == "experts" and isinstance(
+            module, nn.ModuleList | nn.ModuleDict
         )
+        if parameters:
+            count = matrix_of(module, parameters[0])[0]
+        elif is_list:
+            count = len(cast(nn.ModuleList, module))
+        else:
+            continue
         around = name.removesuffix(last)
         for other, layer in inventory.linears.items():
             if not other.startswith(around) or is_below(other, name):
@@ -500,7 +464,7 @@ def _routers(inventory: Inventory) -> set[str]:
             is_beside = (
                 not is_list or "." not in own or "router" in own or "gate" in own
             )
-            if is_beside and _features(other, layer)["out_features"] in (1, count):
+            if is_beside and _sizes(other, layer)["out_features"] in (1, count):
                 routers.add(other)
     return routers
 
@@ -534,7 +498,7 @@ def _check_adapters(inventory: Inventory) -> None:
     quantized = {*inventory.layers, *inventory.embeddings, *inventory.tied}
     # Where the adapters of each weight lie: PEFT can tie those of layers that share it.
     places: dict[str, set[int]] = {}
-    wrong: dict[str, list[str]] = {}
+    faults: dict[str, str] = {}
     for wrapper_name, wrapper in wrappers.items():
         name = f"{wrapper_name}.{ADAPTED}"
         fault = None
@@ -558,10 +522,9 @@ def _check_adapters(inventory: Inventory) -> None:
             if any(map(is_partitioned, parts)):
                 fault = "ZeRO-3 does not gather adapters for other modules: use FSDP2 or ZeRO-2"
         if fault:
-            wrong.setdefault(fault, []).append(name)
-    if wrong:
-        told = [f"{fault} ({shortened(names)})" for fault, names in wrong.items()]
-        raise MoQError(f"PEFT: {'; '.join(told)}")
+            faults[name] = fault
+    if faults:
+        raise MoQError(f"PEFT: {_told(faults)}")
 
 
 def _why_not_beside(wrapper: Any) -> str | None:
@@ -577,7 +540,7 @@ def _why_not_beside(wrapper: Any) -> str | None:
     )
 
 
-def _features(name: str, module: nn.Module) -> dict[str, int]:
+def _sizes(name: str, module: nn.Module) -> dict[str, int]:
     """The sizes of a weight that groups are to divide, by what its module calls them."""
     if is_convolution(module):
         return {"out_channels": cast(nn.Conv2d, module).out_channels}
@@ -590,46 +553,38 @@ def _features(name: str, module: nn.Module) -> dict[str, int]:
     return {"out_features": rows, "in_features": columns}
 
 
-def _check_groups(weights: Mapping[str, nn.Module], config: MoQConfig) -> None:
-    """Check that the config's groups divide all weights.
+def _check_groups(
+    config: MoQConfig, layers: Mapping[str, nn.Module], experts: Mapping[str, nn.Module]
+) -> None:
+    """Check that the config's groups divide all weights, and that those of experts are alike.
 
     Raises:
-        MoQError: They do not, and the text says which would; or experts differ in their
-            groups.
+        MoQError: They do not, and the text says which would; or they are not.
     """
-    by_grouping: dict[Grouping, list[str]] = {}
-    for name in weights:
-        by_grouping.setdefault(config.of(name).grouping, []).append(name)
-    for grouping, names in by_grouping.items():
+    weights = {**layers, **experts}
+    groupings = {name: config.of(name).grouping for name in weights}
+    for grouping in dict.fromkeys(groupings.values()):
         # Channels divide every weight.
         if isinstance(grouping, PerChannel):
             continue
         axis, count = grouping.divides
-        sizes: list[int] = []
-        wrong: list[str] = []
-        for layer in names:
-            own = _features(layer, weights[layer])
-            for name in {axis, axis.replace("features", "channels")} & own.keys():
-                sizes.append(own[name])
-                if own[name] % count:
-                    wrong.append(f"{layer} ({name} {own[name]})")
+        sizes: dict[str, int] = {}
+        for layer, module in weights.items():
+            own = _sizes(layer, module)
+            name = axis if axis in own else axis.replace("features", "channels")
+            if groupings[layer] == grouping and name in own:
+                sizes[f"{layer} ({name} {own[name]})"] = own[name]
+        wrong = [weight for weight, size in sizes.items() if size % count]
         if wrong:
-            common = math.gcd(*sizes)
+            common = math.gcd(*sizes.values())
             fits = [n for n in range(1, common + 1) if common % n == 0]
             near = sorted(sorted(fits, key=lambda n: abs(n - count))[:3])
             raise MoQError(
                 f"{config.spell(grouping.key)} {count} does not divide the weights of {shortened(wrong, MOST_FAULTS)}; "
                 f"nearest values that fit every layer: {', '.join(map(str, near))}{grouping.instead}"
             )
-
-
-def _check_experts(experts: Collection[str], config: MoQConfig) -> None:
-    """Loaders of packed files know one group size for all experts.
-
-    Raises:
-        MoQError: They differ in it.
-    """
-    if len({config.of(name).grouping for name in experts}) > 1:
+    # Loaders of packed files know one group size for all experts.
+    if len({groupings[name] for name in experts}) > 1:
         raise MoQError(
             f"overrides: group_size must be the same for all experts ({', '.join(experts)}); their bits may differ"
         )
