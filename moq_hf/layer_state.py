@@ -65,7 +65,7 @@ def in_forward() -> bool:
 
 
 def in_pre_hook() -> bool:
-    """Whether what runs is a forward pre-hook of a module, or was called by one."""
+    """Whether the caller is a forward pre-hook of a module, or was called by one."""
     called: Any = None
     for frame in frames():
         if frame.f_code is MODULE_CALL:
@@ -168,7 +168,7 @@ class LayerState:
         return self.grid.at(self.bits)
 
     def read(self, weight: Tensor) -> Tensor:
-        """What reading a parameter gives: in a forward pass the quantized weight, in the parameter's dtype.
+        """Read a parameter: in a forward pass the quantized weight, in the parameter's dtype, elsewhere the parameter.
 
         Each reader gets memory of its own. Only the forward pass of experts, which reads
         their parameters once, gets what the pass holds.
@@ -214,7 +214,7 @@ class LayerState:
     def quantized_weight(
         self, weight: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """What a forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
+        """The weight that a forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
 
         Args:
             weight: The float weight as the pass has it.
@@ -289,7 +289,7 @@ class LayerState:
         return self.fake_quantize(weight, dtype)
 
     def _traced(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a compiled graph multiplies with: of the operator at its head, or of one here for this weight alone."""
+        """The weight that a compiled graph multiplies with, from the operator at its head or from one for it alone."""
         merged = self.merged(weight)
         quantized = self.ahead
         if quantized is None or quantized.dtype != dtype or self.lora:
@@ -380,7 +380,7 @@ class LayerState:
         return self.shaped(values, weight)
 
     def sources(self, weight: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What the quantized weight is made of, to be compared, and what keeps the addresses in it from others."""
+        """The parts of the quantized weight, to be compared, and the values that keep their addresses in use."""
         lora = self.lora.parts() if self.lora else ()
         own = weight.detach()
         identity = (

@@ -1,12 +1,12 @@
 """`QuantModule`: a module that computes with quantized copies of its weights and trains the float ones.
 
-`QuantLinear` is one, `QuantConv1D` does the same for GPT-2's transposed linear layers,
-`QuantEmbedding` for an embedding table, one scale per row, and `QuantConv1d` and
+`QuantLinear` is one for linear layers, `QuantConv1D` for GPT-2's transposed ones,
+`QuantEmbedding` for embedding tables, with one scale per row, and `QuantConv1d` and
 `QuantConv2d` for convolutions, whose weight is a matrix with a row for each output
-channel, `[out_channels, in_channels / groups * kernel]`. `activations` rounds the
-inputs of linear layers alone. So do the experts of transformers 5, which keeps those of
-a layer in one module with parameters of three dimensions, `gate_up_proj` and
-`down_proj`.
+channel, `[out_channels, in_channels / groups * kernel]`. Experts get a class that is
+made for them: transformers 5 keeps those of a layer in one module, with parameters of
+three dimensions, `gate_up_proj` and `down_proj`. `activations` rounds the inputs of
+linear layers alone.
 
 A model gets quantized modules by a change of class, so that parameter objects,
 state-dict keys, hooks and wrappers (DDP, FSDP, PEFT, torch.compile) stay as they are.
@@ -51,17 +51,17 @@ class QuantModule(nn.Module):
     """A module with quantized weights, which follow its float ones when these are moved or loaded.
 
     Attributes:
-        moq_states: How the weight in an attribute is quantized; a parameter without an
+        moq_states: Parameter's name to how it is quantized; a parameter without an
             entry stays in float.
-        moq_follows: Whether the states are those of another module with the same
-            weight, which counts their steps.
-        kind: How the weight of a layer is laid out as the matrix that is quantized; see
-            `to_rows`.
+        moq_follows: Whether the states belong to another module with the same weight,
+            which counts their steps.
+        moq_kind: How the weight of a layer is laid out as the matrix that is quantized;
+            see `to_rows`.
     """
 
     moq_states: dict[str, LayerState]
     moq_follows: bool
-    kind: Kind | None = None
+    moq_kind: Kind | None = None
 
     def quantized_weights(self) -> "list[QuantizedWeight]":
         """The weights that are quantized."""
@@ -91,10 +91,10 @@ class QuantModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute as the class without quantization does, with the quantized weights."""
-        is_handed_over = any(state.handed_over for state in self.moq_states.values())
-        if is_handed_over and not torch.compiler.is_compiling():
-            with recomputing_in_backward(self.quantized_weights()):
-                return self._quantized_forward(*args, **kwargs)
+        for state in self.moq_states.values():
+            if state.handed_over and not torch.compiler.is_compiling():
+                with recomputing_in_backward(self.quantized_weights()):
+                    return self._quantized_forward(*args, **kwargs)
         return self._quantized_forward(*args, **kwargs)
 
     def _quantized_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,9 +162,9 @@ class QuantizedParameter:
 
 
 class QuantLayer(QuantModule):
-    """What quantized layers share: a float `weight` that is trained, and quantized in the forward pass."""
+    """A layer with a float `weight` that is trained, and quantized in the forward pass."""
 
-    kind: Kind = "linear"
+    moq_kind: Kind = "linear"
 
     weight = QuantizedParameter("weight")
 
@@ -179,8 +179,8 @@ class QuantLayer(QuantModule):
         return self.float_parameter("weight")
 
     def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """What a forward pass multiplies with; see `LayerState.quantized_weight`."""
-        return self.moq.quantized_weight(self.float_weight, dtype)
+        """The weight that a forward pass multiplies with; see `LayerState.quantized_weight`."""
+        return self.moq.quantized_weight(self.float_parameter("weight"), dtype)
 
     def quantized_input(self, input: Tensor) -> Tensor:
         """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
@@ -235,7 +235,7 @@ class QuantConv1D(QuantLayer, Conv1D):
         moq: The layer's `LayerState`.
     """
 
-    kind = "conv1d"
+    moq_kind = "conv1d"
 
     def _quantized_forward(self, x: Tensor) -> Tensor:
         rows = self.quantized_input(x).view(-1, x.size(-1))
@@ -253,7 +253,7 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
         moq: The layer's `LayerState`.
     """
 
-    kind = "embedding"
+    moq_kind = "embedding"
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows `[..., embedding_dim]` of the quantized table for the indices `input` `[...]`.
@@ -292,9 +292,9 @@ def _scaled(table: QuantEmbedding, input: Tensor) -> Tensor:
 
 
 class QuantConv(QuantLayer):
-    """What quantized convolutions share."""
+    """A convolution with a quantized weight."""
 
-    kind = "conv"
+    moq_kind = "conv"
 
     def _quantized_forward(self, input: Tensor) -> Tensor:
         return convolve(self, input, self.quantized_weight())  # type: ignore[arg-type]
@@ -338,7 +338,7 @@ def kind_of(module: nn.Module) -> Kind:
     layer = _layer_class(type(module))
     if layer is None:
         return "experts_t" if experts_transposed(module) else "experts"
-    return layer.kind
+    return layer.moq_kind
 
 
 def make_quantized(

@@ -1,4 +1,4 @@
-"""`QuantizedWeight`: names a weight that is quantized by its module, the attribute there, and its `LayerState`.
+"""`QuantizedWeight`: a handle on a weight that is quantized, made of its module, the attribute, and its `LayerState`.
 
 The weight of a layer and each parameter of a mixture of experts are alike here; see
 `quant_linear` for the modules.
@@ -40,8 +40,8 @@ class QuantizedWeight:
 
     @property
     def kind(self) -> Kind:
-        """How the weight is laid out as the matrix that is quantized, in a layer that may follow another one."""
-        kind: Kind = self.module.kind or self.moq.kind
+        """How the weight is laid out as the matrix that is quantized; a tied layer has the kind of its own class."""
+        kind: Kind = self.module.moq_kind or self.moq.kind
         return kind
 
     def name_in(self, module: str) -> str:
@@ -62,7 +62,7 @@ class QuantizedWeight:
         return matrix_shape(shape_of(self.float_weight), self.kind)
 
     def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """What a forward pass multiplies with; see `LayerState.quantized_weight`."""
+        """The weight that a forward pass multiplies with; see `LayerState.quantized_weight`."""
         return self.moq.quantized_weight(self.float_weight, dtype)
 
     def quantized_copy(self, dtype: torch.dtype) -> Tensor:
@@ -122,7 +122,7 @@ class QuantizedWeight:
 
     @makes_state
     def count_step(self, mode: bool) -> None:
-        """Take a call of `train()` for an optimizer step; input ranges are brought up to date by `eval()` too.
+        """Count a call of `train()` as an optimizer step; one of `eval()` only brings the ranges of inputs up to date.
 
         Raises:
             MoQError: The inputs of the layer are to be rounded, and it is not called.
@@ -141,7 +141,7 @@ class QuantizedWeight:
             self.search_ratios()
 
     def after_load(self) -> None:
-        """After other values have come into the weight: search the clipping ratios for them."""
+        """Search the clipping ratios anew, after other values were loaded into the weight."""
         # `assign` may have put the weight on another device.
         self.after_change()
         if self.moq.ratio is not None:
@@ -149,7 +149,7 @@ class QuantizedWeight:
 
     @makes_state
     def after_change(self) -> None:
-        """After a change of the weight: bring what belongs to it to its device, and forget what was made of it."""
+        """Move what belongs to the weight to its device, after a change of it, and forget what was made of it."""
         state, device = self.moq, self.float_weight.device
         state.scale = None
         self.invalidate()
@@ -167,7 +167,7 @@ class QuantizedWeight:
 
 
 def inputs_of(layers: Mapping[str, QuantizedWeight]) -> dict[str, InputObserver]:
-    """What rounds the inputs of layers, by the names of those whose inputs are rounded."""
+    """The observers of the layers whose inputs are rounded, by the layers' names."""
     return {
         name: layer.moq.inputs
         for name, layer in layers.items()
@@ -177,14 +177,14 @@ def inputs_of(layers: Mapping[str, QuantizedWeight]) -> dict[str, InputObserver]
 
 @contextlib.contextmanager
 def recomputing_in_backward(weights: Sequence[QuantizedWeight]) -> Iterator[None]:
-    """In it autograd keeps, of weights that engines hand over, only how to quantize them again.
+    """Have autograd keep, for weights that engines hand over, only how to quantize them again.
 
-    Else the quantized weights of a whole model would lie in memory from the forward to
+    Otherwise the quantized weights of a whole model would lie in memory from the forward to
     the backward pass, while the engine frees the float ones, which it hands over once
     more for the backward pass.
 
     Args:
-        weights: Those that a forward pass inside multiplies with.
+        weights: The weights that the forward pass in the context multiplies with.
     """
     handed = [weight for weight in weights if weight.moq.handed_over]
 

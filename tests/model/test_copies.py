@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
 
 from moq_hf import MoQError, dequantize_model, hold_quantized, quantize_model
 from moq_hf import quantizer as q
@@ -227,33 +226,6 @@ def test_a_backward_pass_after_evaluation_uses_what_its_forward_pass_used() -> N
     weight_of(model[0]).data.mul_(1.5)
     model.eval()
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], wanted)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("training", [True, False])
-def test_checkpointing_with_a_fused_optimizer_trains_as_without(training: bool, reentrant: bool) -> None:
-    plain, checkpointed = (net().train(training) for _ in range(2))
-    checkpointed.load_state_dict(plain.state_dict())
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in (plain, checkpointed)]
-    for _ in range(3):
-        x = torch.randn(5, 16, requires_grad=True)
-        outputs = plain(x), checkpoint(checkpointed, x, use_reentrant=reentrant)
-        assert torch.equal(*outputs)
-        for output, optimizer in zip(outputs, optimizers, strict=True):
-            output.pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def test_an_average_that_is_swapped_in_through_data_is_evaluated_after_eval() -> None:
-    """As torch_ema and diffusers do it; nothing else tells of what is written through `.data`."""
-    model = net().eval()
-    kept, average = (weight_of(model[0]).detach() * factor for factor in (1.0, 0.7))
-    with torch.no_grad():
-        for values in (kept, average, kept):
-            weight_of(model[0]).data.copy_(values)
-            model.eval()
-            assert is_fresh(model)
 
 
 def test_a_copy_of_a_model_has_the_precision_of_its_making() -> None:
