@@ -16,10 +16,11 @@ from transformers.pytorch_utils import Conv1D
 from moq_hf import MoQError, QuantLinear, dequantize_model, quantize_model
 from moq_hf import quantizer as q
 from moq_hf.config import MoQConfig
-from moq_hf.grid import Grid, RowBlocks
+from moq_hf.grid import Grid, PerChannel, RowBlocks
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.selection import take_inventory
 from moq_hf.training.controller import MoQController
+from moq_hf.weight_matrix import from_rows, to_rows
 
 CONFIG = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": 4}
 STOCHASTIC = {**CONFIG, "quantize_algo": {"rounding": "stochastic"}}
@@ -48,11 +49,6 @@ def net(*, kind: type[nn.Linear] = nn.Linear) -> nn.Sequential:
     return nn.Sequential(kind(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
-def expected(layer: nn.Linear, bits: int = 4, **more: Any) -> torch.Tensor:
-    ratio = q.least_squares_ratio(layer.weight, bits, GRID)
-    return q.fake_quantize(layer.weight.detach(), bits, GRID, ratio=ratio, **more)
-
-
 def layer_of(model: nn.Module, index: int = 0) -> QuantLinear:
     layer = model.get_submodule(str(index))
     assert isinstance(layer, QuantLinear)
@@ -76,16 +72,36 @@ def test_keeps_parameters_keys_and_hooks() -> None:
     assert "bits=4" in repr(model[0])
 
 
-def test_forward_is_the_definition_and_the_gradient_passes_straight_through() -> None:
-    model = quantize_model(net(), CONFIG)
-    layer = layer_of(model)
-    x = torch.randn(5, 8)
-    out = layer(x)
-    assert torch.equal(out, nn.functional.linear(x, expected(layer), layer.bias))
-    (out * torch.arange(16.0)).sum().backward()
-    plain = expected(layer).requires_grad_()
-    (nn.functional.linear(x, plain, layer.bias.detach()) * torch.arange(16.0)).sum().backward()
-    assert layer.weight.grad is not None and torch.equal(layer.weight.grad, plain.grad)
+FORMS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(8, 16), (5, 8)),
+    "Conv1D": (lambda: Conv1D(16, 8), (5, 8)),
+    "plain": (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9)),
+    "grouped": (lambda: nn.Conv2d(4, 8, (3, 2), stride=2, groups=2, bias=False), (2, 4, 9, 9)),
+    "depthwise": (lambda: nn.Conv2d(6, 6, 3, padding=1, groups=6, padding_mode="reflect"), (2, 6, 5, 5)),
+    "dilated": (lambda: nn.Conv2d(2, 3, 3, dilation=2, padding="same"), (2, 2, 7, 7)),
+    "one dimension": (lambda: nn.Conv1d(4, 6, 5, stride=2, padding=2, padding_mode="circular"), (2, 4, 12)),
+    "one example": (lambda: nn.Conv1d(4, 6, 3), (4, 12)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forward_is_the_definition_and_the_gradient_passes_straight_through(name: str) -> None:
+    make, shape = FORMS[name]
+    layer = make()
+    plain = copy.deepcopy(layer)
+    is_convolution = not isinstance(layer, nn.Linear | Conv1D)
+    config = {**CONFIG, "quantize_groups": "per_channel", "quantize_convolutions": is_convolution}
+    quantize_model(nn.Sequential(layer), {**config, "quantize_heads": True})
+    matrix = to_rows(plain.weight.detach(), layer.moq.kind)
+    grid = Grid(PerChannel(), full=None)
+    matrix = q.fake_quantize(matrix, 4, grid, ratio=q.least_squares_ratio(matrix, 4, grid))
+    plain.weight = nn.Parameter(from_rows(matrix, layer.moq.kind, plain.weight.shape).contiguous())
+    inputs = torch.randn(shape)
+    found, wanted = layer(inputs), plain(inputs)
+    assert torch.equal(found, wanted)
+    found.square().sum().backward()
+    wanted.square().sum().backward()
+    assert layer.weight.grad is not None and torch.equal(layer.weight.grad, plain.weight.grad)
 
 
 def test_is_differentiable_twice_and_by_torch_func() -> None:
