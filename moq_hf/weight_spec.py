@@ -15,7 +15,7 @@ from .grid import (
     Precision,
 )
 from .processes import shape_of
-from .quant_linear import QuantLayer
+from .quantized_weight import QuantizedWeight
 from .schedule import FLOAT_BITS
 from .weight_matrix import Kind
 
@@ -104,7 +104,7 @@ class WeightSpec:
     grid_text: tuple[str, str | None] | None = None
 
     @classmethod
-    def of(cls, layer: QuantLayer) -> Self:
+    def of(cls, layer: QuantizedWeight) -> Self:
         """The spec of a layer at its current bits, as far as the layer itself knows it."""
         state = layer.moq
         return cls(

@@ -30,7 +30,7 @@ from ..formats.table import (
 from ..names import plain_name, pretrained, without_fsdp, without_peft
 from ..processes import shape_of
 from ..quant_experts import experts_parameters
-from ..quant_linear import QuantEmbedding, QuantLayer
+from ..quantized_weight import QuantizedWeight
 from ..quantizer import Quantized
 from ..schedule import FLOAT_BITS
 from ..seams.sentence_transformers import body_of
@@ -97,13 +97,15 @@ class ModelSizes:
             that is not quantized, by what it is.
     """
 
-    def __init__(self, inventory: Inventory, layers: Mapping[str, QuantLayer]) -> None:
+    def __init__(
+        self, inventory: Inventory, layers: Mapping[str, QuantizedWeight]
+    ) -> None:
         kinds = _kinds(inventory)
-        owners: dict[int, QuantLayer] = {}
+        owners: dict[int, QuantizedWeight] = {}
         for layer in layers.values():
             owners.setdefault(id(layer.float_weight), layer)
         self._inventory = inventory
-        self._weights: list[tuple[QuantLayer, WeightSpec]] = []
+        self._weights: list[tuple[QuantizedWeight, WeightSpec]] = []
         # What was found for the bits of all layers.
         self._known_sizes: dict[tuple[int, ...], tuple[int, int]] = {}
         self.left: dict[str, list[int]] = {}
@@ -304,12 +306,12 @@ class FileSize:
     def __init__(
         self,
         inventory: Inventory,
-        layers: Mapping[str, QuantLayer],
-        embeddings: Mapping[str, QuantEmbedding],
+        layers: Mapping[str, QuantizedWeight],
+        embeddings: Mapping[str, QuantizedWeight],
         fixed: Mapping[str, int] | None = None,
     ) -> None:
         self._inventory = inventory
-        self._layers: dict[str, QuantLayer] = {**layers, **embeddings}
+        self._layers: dict[str, QuantizedWeight] = {**layers, **embeddings}
         self._tables = {*embeddings, *inventory.tied.values()}
         seen = {id(layer.float_weight) for layer in self._layers.values()}
         self._fixed: dict[str, Tensor] = {}

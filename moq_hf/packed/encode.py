@@ -25,7 +25,7 @@ from ..model.convert import beyond
 from ..model.inventory import LINEARS, Inventory
 from ..names import plain_name
 from ..processes import device_of
-from ..quant_linear import QuantLayer
+from ..quantized_weight import QuantizedWeight
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import (
     matrices_in_files,
@@ -78,7 +78,7 @@ class Encoder:
     def __init__(
         self,
         inventory: Inventory,
-        layers: Mapping[str, QuantLayer],
+        layers: Mapping[str, QuantizedWeight],
         layout: Layout,
         tied: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
@@ -161,7 +161,7 @@ class Encoder:
         is_known = not self._layout.is_for_transformers_alone
         return bool(self._matrices or self.names or not is_known)
 
-    def _spec(self, name: str, layer: QuantLayer) -> WeightSpec:
+    def _spec(self, name: str, layer: QuantizedWeight) -> WeightSpec:
         spec = WeightSpec.of(layer)
         if spec.kind == "experts":
             same = [each for each in self.layers.values() if each.kind == "experts"]
@@ -172,7 +172,7 @@ class Encoder:
         tied = tuple(self.tied.get(name, ()))
         is_table = spec.kind == "embedding" or bool(tied)
         spec = replace(spec, name=name, tied=tied, is_table=is_table)
-        left_alone = self._layout.leaves_alone(self._model, spec, layer)
+        left_alone = self._layout.leaves_alone(self._model, spec, layer.module)
         return replace(spec, left_alone=left_alone)
 
     def _with_inputs(self, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
@@ -272,7 +272,7 @@ class Encoder:
             grid_text=encoded.grid,
         )
         if spec.stored == "int8" and layer.kind == "embedding":
-            parts |= int_quantized.unsaved_buffers(name, layer)
+            parts |= int_quantized.unsaved_buffers(name, layer.module)
         return parts
 
     def _group(self, name: str, scheme: dict[str, Any]) -> str:

@@ -553,7 +553,7 @@ class _Saving:
         sharded = [
             n
             for n, layer in self.quantized.items()
-            if is_apart(layer.float_weight) or not layer.weight.numel()
+            if is_apart(layer.float_weight) or not layer.float_weight.numel()
         ]
         if sharded:
             raise MoQError(

@@ -24,7 +24,7 @@ from ..formats.stored import by_matrix
 from ..formats.table import FORMS, LAYOUTS, installed
 from ..grid import Format, Grid, Grouping, PerChannel, PerGroup, RowBlocks
 from ..inputs import ranges_of
-from ..quant_linear import QuantLayer, inputs_of
+from ..quantized_weight import QuantizedWeight, inputs_of
 from ..schedule import FLOAT_BITS
 from ..servers import SERVERS, Server
 from ..training.controller import MoQController
@@ -96,7 +96,7 @@ class State(TypedDict):
 
 
 def state_of(
-    layers: Mapping[str, QuantLayer],
+    layers: Mapping[str, QuantizedWeight],
     stored: Mapping[str, WeightSpec],
     controller: MoQController | None,
 ) -> dict[str, Any]:

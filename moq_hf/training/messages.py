@@ -12,7 +12,7 @@ from ..config_fields import DistillationConfig, Speller
 from ..errors import MOST_FAULTS, shortened
 from ..model import delivery
 from ..model.inventory import Inventory, is_convolution
-from ..model.selection import embeddings_to_quantize, widest_codes
+from ..model.selection import widest_codes
 from ..model.sizes import TABLE, ModelSizes, percent
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..servers import NAMED
@@ -34,7 +34,9 @@ def summary(
     """
     left: dict[str, list[str]] = {}
     for name, reason in inventory.left_out.items():
-        why = f"left in float, {reason}" if reason else "left in float"
+        why = "left in float"
+        if reason is not None:
+            why += f", {reason.removeprefix('has ')}"
         left.setdefault(why, []).append(name)
     if inventory.adapters and not inventory.merged:
         left.setdefault("left in float", []).append("PEFT's adapters")
@@ -82,7 +84,7 @@ def _left_of_kinds(
 ) -> Iterator[str]:
     """Which weights of other modules than linear layers are left in float, how much they are, and what can be done."""
     known = {*inventory.embeddings, *inventory.tied}
-    could = embeddings_to_quantize(inventory, config).keys() - known
+    could = inventory.tables.keys() - known
     if any("embedding" in NAMED[n].without for n in config.serve):
         could = set()
     for kind, counts in sizes.left.items():

@@ -90,8 +90,8 @@ def test_a_bert_with_a_large_vocabulary_is_told_of_its_tables(tiny_bert: hf.Bert
         assert controller_of(tiny_bert, **more).summary().endswith(told.partition("classifier")[2])
 
     controller = controller_of(tiny_bert, quantize_embeddings=8)
-    linear = sum(layer.weight.numel() for layer in controller.layers.values())
-    tables = sum(table.weight.numel() for table in controller.embeddings.values())
+    linear = sum(layer.float_weight.numel() for layer in controller.layers.values())
+    tables = sum(table.float_weight.numel() for table in controller.embeddings.values())
     total = numbers_of(tiny_bert)
     assert controller.sizes.share == (linear + tables) / total > 0.9 and controller.warnings() == []
     assert "3 embedding tables to 8 bits; quantized: 9" in controller.summary()
@@ -134,7 +134,7 @@ def test_adapters_count_as_float(tiny_bert: hf.BertForSequenceClassification) ->
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(tiny_bert, peft.LoraConfig(r=64, target_modules=["query", "dense"]))
     controller = controller_of(model)
-    weights = sum(layer.weight.numel() for layer in controller.layers.values())
+    weights = sum(layer.float_weight.numel() for layer in controller.layers.values())
     assert controller.sizes.share == weights / numbers_of(model) < 0.5
 
 

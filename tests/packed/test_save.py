@@ -713,12 +713,13 @@ def test_embeddings(tmp_path: Path) -> None:
         "token_type_embeddings",
     ]
     table = tables["bert.embeddings.word_embeddings"]
-    scale = table.weight.detach().abs().amax(1, keepdim=True) / 127
-    expected = (table.weight.detach() / scale).round() * scale
+    scale = table.float_weight.detach().abs().amax(1, keepdim=True) / 127
+    expected = (table.float_weight.detach() / scale).round() * scale
     # The row of the padding token is zeros, which stay zeros.
     assert torch.equal(table.quantized_weight(), expected.nan_to_num(0.0))
     model(**IDS, labels=torch.tensor([0, 1, 0])).loss.backward()
-    assert table.weight.grad is not None and bool(table.weight.grad[5].any()) and not bool(table.weight.grad[40].any())
+    gradient = table.float_weight.grad
+    assert gradient is not None and bool(gradient[5].any()) and not bool(gradient[40].any())
     save_quantized(model, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
     assert stored.dtype == torch.int8
@@ -728,7 +729,7 @@ def test_embeddings(tmp_path: Path) -> None:
     assert not quant_embeddings(copied) and torch.equal(first(copied, IDS), first(model, IDS))
     halves = quantize_model(bert(), config_of(4, quantize_embeddings=8, quantize_algo={"scale_dtype": "float16"}))
     found = quant_embeddings(halves)["bert.embeddings.word_embeddings"]
-    assert torch.equal(found.quantized_weight(), quantizer.fake_quantize(found.weight, 8, found.moq.grid))
+    assert torch.equal(found.quantized_weight(), quantizer.fake_quantize(found.float_weight, 8, found.moq.grid))
     assert found.moq.grid == Grid(PerChannel(), search="absmax", scale_dtype="float16")
     drawn = MoQConfig(bits=4, embeddings=4, group_size=16, rounding="stochastic", scale="mse")
     grouped = quantize_model(bert(), drawn)
@@ -736,7 +737,7 @@ def test_embeddings(tmp_path: Path) -> None:
     for _ in range(60):
         # Ratios of linear layers are searched at the fiftieth, which a table never has.
         grouped.train()
-    expected = quantizer.fake_quantize(found.weight, 4, Grid(PerGroup(16), search="absmax", full=None))
+    expected = quantizer.fake_quantize(found.float_weight, 4, Grid(PerGroup(16), search="absmax", full=None))
     assert torch.equal(found.quantized_weight(), expected)
     left = quantize_model(bert(), config_of(4, quantize_embeddings=8, modules_to_not_convert=["*word*", "classifier"]))
     assert len(quant_embeddings(left)) == 2
