@@ -16,7 +16,7 @@ from .version import __version__
 
 
 def _number(kind: Any, wanted: str) -> Callable[[str], Any]:
-    """Make the reader of an option that takes a number of a config's kind; `wanted` says which."""
+    """Make a parser for options that are numbers of a kind; `wanted` describes the kind in errors."""
     adapter = TypeAdapter(kind)
 
     def read(text: str) -> Any:
@@ -34,15 +34,19 @@ _size = _number(Size, "a number above 0")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names what is wrong, without a list of all options above it."""
+    """Ends with an error in one line, where argparse would list all options above it."""
 
     def error(self, message: str) -> NoReturn:
-        """End the program with one line."""
+        """End the program with one line on stderr."""
         self.exit(2, f"error: {message}; {self.prog} --help shows the options\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run with the arguments `argv` (default: those of the process); give the exit status: 0, or 2 for wrong input."""
+    """Run the command in `argv`, by default the arguments of the process.
+
+    Returns:
+        The exit status: 0, or 2 for wrong input.
+    """
     parser = _Parser(
         prog="moq-hf",
         description="Quantization-aware fine-tuning of Hugging Face models: before, beside and after a run.",
@@ -60,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.set_defaults(run=run)
     parsed, rest = parser.parse_known_args(argv)
     options = vars(parsed)
-    # Behind an option argparse of Python 3.11 finds no argument that may be left out.
+    # argparse of Python 3.11 does not find an optional argument behind an option.
     is_export = options.get("run") is _export and "out" not in options
     if is_export and len(rest) == 1 and not rest[0].startswith("-"):
         options["out"] = rest.pop()
@@ -73,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.pop("run")(**options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader, `head` for instance, has seen enough. Python flushes once more at
-        # its end, and would complain there.
+        # The reader, `head` for instance, has seen enough. Python will flush once more
+        # as it exits, and must not fail there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (MoQError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -298,7 +302,7 @@ def _export(directory: str, to: str, out: str | None = None, **options: Any) -> 
 
 
 def _beside(directory: str, *ending: str) -> str:
-    """A path beside a folder, not in it, where the next run to deliver there would leave it."""
+    """A path beside a folder; inside it, the file would outlive the next delivery."""
     folder = Path(directory)
     if folder.name in ("", ".."):
         folder = folder.resolve()
@@ -335,7 +339,7 @@ def _read_data(options: dict[str, Any]) -> None:
         raise MoQError("--task_name goes with --validation_file")
 
 
-# Each command: what adds its arguments, what runs with them, and two texts of its help.
+# For each command: the functions that add its arguments and run it, its line in the list of commands, its help.
 _COMMANDS: dict[str, tuple[Callable[[Any], None], Callable[..., None], str, str]] = {
     "plan": (
         _add_plan,

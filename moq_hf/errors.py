@@ -1,4 +1,4 @@
-"""The errors that users see, how a value is shown in one, and JSON files that a hand may have changed."""
+"""Errors for users, how they show values, and the reading of JSON files that may have been edited by hand."""
 
 import contextlib
 import importlib
@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 
 class MoQError(ValueError):
-    """Something that the user can put right; the text says what, where and how.
+    """Something that the user can put right; the message says what is wrong, where, and how to mend it.
 
     >>> import moq_hf
     >>> moq_hf.verify_quantized("nowhere")
@@ -22,7 +22,7 @@ class MoQError(ValueError):
 
 
 class MoQConfigError(MoQError):
-    """A config that cannot be used: one line for each thing that is wrong with it.
+    """A config that cannot be used; the message has a line for each thing that is wrong with it.
 
     >>> import moq_hf
     >>> moq_hf.MoQConfig.from_dict({"bits": 4, "strat_bits": 12, "seed": -1})
@@ -32,12 +32,12 @@ class MoQConfigError(MoQError):
     """
 
 
-# Faults that are listed before "and N more".
+# How many names an error lists before "and N more".
 MOST_FAULTS = 20
 
 
 def show(value: Any) -> str:
-    """A value as JSON has it, cut short, for an error."""
+    """A value as JSON, shortened for an error."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -46,7 +46,7 @@ def show(value: Any) -> str:
 
 
 def show_key(path: str) -> str:
-    """A key, cut short, for an error."""
+    """A key, shortened for an error."""
     return _cut(path) if path.isprintable() else show(path)
 
 
@@ -55,10 +55,10 @@ def _cut(text: str) -> str:
 
 
 def check_choice(option: str, value: object, legal: Collection[object]) -> None:
-    """Check an argument that takes one of a few values.
+    """Check that an argument is one of its legal values.
 
     Raises:
-        MoQError: It is none of them.
+        MoQError: It is not; lists them.
     """
     if value not in legal:
         raise MoQError(
@@ -67,7 +67,7 @@ def check_choice(option: str, value: object, legal: Collection[object]) -> None:
 
 
 def listed(keys: Sequence[str], most: int = MOST_FAULTS) -> str:
-    """Join keys, cut short and `most` of them, for an error.
+    """List at most `most` keys, each shortened, for an error.
 
     >>> listed(["query", "key", "value"], 2)
     'query, key and 1 more'
@@ -77,7 +77,7 @@ def listed(keys: Sequence[str], most: int = MOST_FAULTS) -> str:
 
 
 def either(values: Iterable[Any]) -> str:
-    """Join values, in order and each once.
+    """List values, sorted and without repetition, with "or" before the last.
 
     >>> either([8, 4, 2, 4])
     '2, 4 or 8'
@@ -89,7 +89,7 @@ def either(values: Iterable[Any]) -> str:
 
 
 def shortened(names: Iterable[str], most: int = 3) -> str:
-    """Names of layers, with numbers of blocks left out where they differ in nothing else, and `most` of them.
+    """List at most `most` names of layers; names that differ only in the numbers of their blocks are shown as one.
 
     >>> shortened(["layers.0.q", "layers.1.q", "layers.2.q", "head"])
     'layers.*.q (3), head'
@@ -105,7 +105,7 @@ def shortened(names: Iterable[str], most: int = 3) -> str:
 
 
 def one_line(error: BaseException, *, named: bool = False) -> str:
-    r"""The text of an exception in one line; the name of its class if it has no text.
+    r"""The message of an exception in one line, or the name of its class if it has none.
 
     >>> one_line(ValueError("no such\n  file")), one_line(KeyError())
     ('no such file', 'KeyError')
@@ -121,13 +121,13 @@ def one_line(error: BaseException, *, named: bool = False) -> str:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn whatever other code raises inside, except for a `MoQError`, into one that says what failed.
+    """Turn an exception of other code into a `MoQError` that says what failed.
 
     Args:
-        what: What failed, for the text.
+        what: The beginning of the message.
 
     Raises:
-        MoQError: Something was raised inside.
+        MoQError: An exception was raised inside.
 
     >>> with explained("model.onnx cannot be run"):
     ...     raise KeyError("bits")
@@ -146,11 +146,11 @@ def require(extra: str, *libraries: str) -> None:
     """Check that the libraries of an extra can be imported.
 
     Args:
-        extra: As `pip install` names it.
-        libraries: Names of their modules.
+        extra: The name of the extra.
+        libraries: The names of the modules.
 
     Raises:
-        MoQError: One is not installed; says how to.
+        MoQError: One is not installed; has the command that installs it.
     """
     for library in libraries:
         try:
@@ -162,16 +162,16 @@ def require(extra: str, *libraries: str) -> None:
 
 
 def read_as(kind: Any, value: Any, where: str, key: str = "") -> Any:
-    """Read a value of a document as a type of pydantic's.
+    """Validate a value of a JSON document.
 
     Args:
-        kind: The type.
-        value: As JSON gave it.
-        where: What the document is, for an error.
-        key: Where in it the value stands, dotted.
+        kind: A type that pydantic can validate.
+        value: The value, as JSON gave it.
+        where: The name of the document, for an error.
+        key: The dotted path of the value in it.
 
     Raises:
-        MoQError: It is none; says what it must be.
+        MoQError: The value is not of the type; says what it must be.
 
     >>> read_as(dict[str, int], {"a": {"b": 1}}, "moq.json", "bits")
     Traceback (most recent call last):
@@ -196,7 +196,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        MoQError: It cannot be read or holds something else.
+        MoQError: It cannot be read, or does not hold an object.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

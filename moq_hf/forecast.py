@@ -1,4 +1,4 @@
-"""Plan a run ahead of time: the precision of each block at each step, as data and in words."""
+"""The plan of a run: the precision that each block will have at each step, as data and as a table."""
 
 import html
 import os
@@ -50,8 +50,8 @@ class Plan:
         offset: Optimizer steps before anything is quantized.
         deadline_step: The step by which every block is at its target, or None.
         blocks: One entry for each block.
-        notes: What will not be reached and what would help, and what of the config does
-            nothing; mostly empty.
+        notes: Targets that will not be reached, with what would help, and keys of the
+            config that have no effect.
     """
 
     config: MoQConfig
@@ -73,7 +73,7 @@ class Plan:
         return f"<Plan: {str(self).splitlines()[0]}; print it for its table>"
 
     def table(self) -> str:
-        """A line for each block: the step of each drop, and the one at which the target is reached."""
+        """A table of the steps at which each block drops, and of the step at which it is at its target."""
         head = f"{self.total_steps:,} optimizer steps, {self.config.span_in_words}, offset {self.offset:,}"
         if self.config.falls:
             head += f", period {self.config.period}, "
@@ -85,7 +85,7 @@ class Plan:
         bits = sorted(
             {s.bits for block in self.blocks for s in block.switches}, reverse=True
         )
-        # Where overrides give blocks targets of their own, their rows say them.
+        # With overrides, blocks may have different targets.
         targets = ["target"] if self.config.overrides else []
         rows = [["block", *(f"{b} bits" for b in bits), *targets, "at target"]]
         for block in self.blocks:
@@ -123,25 +123,25 @@ def plan(
     eigenvalues: Mapping[str, float | None] | None = None,
     layers: Iterable[str] | None = None,
 ) -> Plan:
-    """The precision that each block will have at each step, as `PrecisionSchedule` will set it.
+    """Foresee the precision of each block at each step, as `PrecisionSchedule` will set it.
 
     Args:
         config: A `MoQConfig`, a preset's name, a mapping or the path of a JSON file.
         total_steps: Optimizer steps of the run.
-        eigenvalues: Name of a block that there may be to its eigenvalue over the
-            largest, 0 to 1, assumed to be the same at each drop; None is factor 1. By
-            default the least and the most sensitive block where the config measures
-            eigenvalues, otherwise one that stands for all. Each is planned with each
-            number of bits that a budget may choose, and once more for each glob of
-            `overrides`.
-        layers: Names of the layers that the config quantizes: what `overrides` say
-            together of each of them is planned, and not what each glob says alone.
+        eigenvalues: Names of imagined blocks, with the eigenvalue over the largest, 0
+            to 1, that each has at every drop; None is factor 1. By default the least
+            and the most sensitive block where the config measures eigenvalues,
+            otherwise one that stands for all. Each is planned with each number of bits
+            that a budget may choose, and once more for each glob of `overrides`.
+        layers: Names of the layers that the config quantizes. With them each
+            combination of `overrides` that some layer has is planned, instead of each
+            glob alone.
 
     Raises:
         MoQConfigError: The config is wrong.
-        MoQError: The config quantizes nothing within `total_steps` or activations from
-            after it, has more drops than fit before its deadline, or cannot reach its
-            target without `allow_unreached`; or the eigenvalues are wrong.
+        MoQError: The run is too short for the config to quantize anything, to begin
+            with activations, to have all drops before its deadline or, without
+            `allow_unreached`, to reach its target; or the eigenvalues are wrong.
 
     >>> print(plan({"bits": 4, "start_bits": 6, "period": 10, "offset": 5}, 100))
     100 optimizer steps, 6 to 4 bits, offset 5, period 10, no deadline
@@ -168,7 +168,7 @@ def plan(
         key=lambda block: block.target_step,
         reverse=True,
     )
-    # How late the others will be is not known before it is measured.
+    # How late sensitive blocks are depends on eigenvalues that are not measured yet.
     sure = [block for block in unreached if not block.eigenvalue]
     if sure and not config.allow_unreached:
         raise MoQError(
@@ -195,7 +195,7 @@ def _check_length(config: MoQConfig, total_steps: Any) -> None:
     """Check that a config quantizes something in a run of this length.
 
     Raises:
-        MoQError: It does not, or there is no such length.
+        MoQError: It does not, or the length is none.
     """
     if not isinstance(total_steps, int) or not 1 <= total_steps <= LARGEST:
         raise MoQError(
@@ -213,12 +213,12 @@ def _check_length(config: MoQConfig, total_steps: Any) -> None:
 
 
 def _idle(config: MoQConfig) -> list[str]:
-    """Say which keys have no effect: of sections that are off, and of the pace where no bits fall."""
+    """Name the keys without effect: those of sections that are off, and those of the pace where no bits fall."""
     sections: dict[str, Any] = {
         "activations": config.activations,
         "blend": config.blend,
     }
-    # A budget measures without the switch.
+    # A budget measures even if the section is off.
     if config.budget is None:
         sections["eigenvalue"] = config.eigenvalue
     notes = [
@@ -236,14 +236,14 @@ def _idle(config: MoQConfig) -> list[str]:
 
 
 def _migrate(config: MoQConfig, total_steps: int) -> str:
-    """What to do with a config of DeepSpeed's that does not fit the run."""
+    """Point to the command that makes a DeepSpeed config fit the run."""
     if not config.from_deepspeed:
         return ""
     return f"; moq-hf migrate FILE --max_steps {total_steps} writes a config that fits"
 
 
 class _Case(NamedTuple):
-    """A block that there may be: the config of its layers, its eigenvalue and the bits that it ends with."""
+    """An imagined block: the config of its layers, its eigenvalue, and the bits it ends with."""
 
     config: MoQConfig
     eigenvalue: float | None
@@ -255,7 +255,7 @@ def _cases(
     eigenvalues: Mapping[str, float | None] | None,
     layers: Iterable[str] | None,
 ) -> dict[str, _Case]:
-    """The blocks to plan, by name: of each kind of layers, with each eigenvalue and each number of bits."""
+    """Imagine a block for each kind of layer, each eigenvalue and each number of bits that a budget may choose."""
     if eigenvalues is None and config.eigenvalue.enabled:
         eigenvalues = {"least sensitive": 0.0, "most sensitive": 1.0}
     kinds = config.variants()
@@ -281,12 +281,12 @@ def _cases(
 
 
 def _advice(config: MoQConfig, total_steps: int, late: BlockPlan) -> str:
-    """What would bring the latest block to its target before the run ends."""
+    """Say what would let the latest block reach its target before the run ends."""
     offset = offset_step_of(config, total_steps)
     room = total_steps - offset - fade_steps(config)
     since = [s.step - offset for s in late.switches if s.before != FLOAT_BITS]
     options = []
-    # The last drop comes at a multiple of the period, since the rule only multiplies.
+    # The rule only multiplies, so the step of each drop grows in proportion to the period.
     if since and (period := room // (since[-1] // since[0])) > 0:
         options.append(f"a {config.spell('period')} of at most {period}")
     if fitting := sum(step <= room for step in since):

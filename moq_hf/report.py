@@ -1,12 +1,11 @@
-"""What a run did, as one page, from the Trainer's own log; matplotlib draws.
+"""One HTML page about a finished run: curves from the Trainer's log, and the model card of what was delivered.
 
 Nothing is measured here. A run is read from its folder: `trainer_state.json`, there or
 in its newest checkpoint, and `eval_results.json`.
 """
 
-import html
 import io
-import json
+import itertools
 import math
 import os
 import re
@@ -15,18 +14,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 from pydantic import BaseModel, NonNegativeInt, with_config
 from typing_extensions import TypedDict
 
 from .config import MoQConfig
-from .errors import MoQError, read_as, read_json, require
-from .model.sizes import percent
+from .errors import MoQError, explained, read_as, read_json, require
+from .packed.card import facts_of_folder, facts_of_run
 from .packed.state import STATE_NAME, export_command
-from .packed.verify import Verification, recorded
+from .packed.verify import recorded
+from .rendering import TEMPLATES, rendered
 from .schedule import FLOAT_BITS, begins_in_float
-from .text import float_after, megabytes, metric_rows, metrics_in, table
+from .text import metrics_in
 from .training.budget import Choice
 from .training.checkpoints import STATE_FILE, checkpoints, entry_of_moq, last_metrics
 from .training.float_first import FOLDER, METRICS
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE = "moq_report.html"
-# Of the axis of a metric from 0 to 1.
+# The least range of the axis of a metric between 0 and 1.
 _LEAST_HEIGHT = 0.05
 # Steps and values.
 Series = tuple[list[int], list[float]]
@@ -59,18 +60,18 @@ class Run:
     """A finished run.
 
     Attributes:
-        directory: Where it was read from.
-        config: What it followed.
+        directory: The folder it was read from.
+        config: Its config.
         steps: Optimizer steps taken.
         log: The Trainer's log, line by line.
         float_size_mb: Size of the parameters before anything was quantized, in
             megabytes.
-        quantized: Name to value of the last evaluation's metrics, without `eval_`.
-        in_float: The same of the float run beside it; empty if there is none.
-        float_step: The last step of the float phase, where `in_float` is of its model;
-            None if it is of a run of its own.
-        choice: The bits that a budget gave the blocks; None without one.
-        delivered: The folder of the model that it delivered; None if there is none.
+        quantized: Metrics of the last evaluation by name, without `eval_`.
+        in_float: Metrics of the float model; empty if none was evaluated.
+        float_step: The last step of the float phase; None if the float model is from
+            another run.
+        choice: The bits that were chosen under a budget; None without a budget.
+        delivered: The folder of the delivered model; None if there is none.
     """
 
     directory: Path
@@ -89,13 +90,8 @@ class Run:
         with drawing():
             return _page(self)
 
-    @property
-    def before(self) -> str:
-        """What the model that `in_float` is of is called."""
-        return float_after(self.float_step, self.steps)
-
     def series(self, name: str) -> Series:
-        """The steps at which a number was logged, and its values; what is not finite is left out."""
+        """The steps at which a number was logged, and its values, without those that are not finite."""
         steps, values = [], []
         for line in self.log:
             for value in metrics_in({"value": line.get(name)}).values():
@@ -103,14 +99,17 @@ class Run:
                 values.append(value)
         return steps, values
 
+    def last(self, name: str) -> float | None:
+        """The last value of a number that was logged; None if there is none."""
+        values = self.series(name)[1]
+        return values[-1] if values else None
+
     def by_block(self, kind: str) -> dict[str, Series]:
-        """Block name to the series of `moq/<kind>/<block>`, layer.2 before layer.10."""
+        """Block name to the series of `moq/<kind>/<block>` that has values, layer.2 before layer.10."""
         start = f"moq/{kind}/"
         names = {key for line in self.log for key in line if key.startswith(start)}
-        return {
-            name.removeprefix(start): self.series(name)
-            for name in sorted(names, key=_natural)
-        }
+        series = {name: self.series(name) for name in sorted(names, key=_natural)}
+        return {n.removeprefix(start): line for n, line in series.items() if line[0]}
 
 
 def _natural(name: str) -> str:
@@ -149,7 +148,7 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         raise MoQError(
             f"{directory} is not a run with MoQ: its trainer_state.json has no bits"
         )
-    # A run that is float first logs the evaluation of its float model.
+    # A float phase ends with an evaluation, which is logged.
     phases = (
         line["step"]
         for line in log
@@ -221,7 +220,7 @@ def write_report(
 
     Raises:
         MoQError: There is no finished run with MoQ, a file of it is damaged, or
-            matplotlib is not installed.
+            matplotlib or markdown-it-py is not installed.
     """
     run = read_run(directory)
     folder = run.directory if out is None else Path(out)
@@ -231,27 +230,36 @@ def write_report(
     return page
 
 
-def _figures(run: Run) -> dict[str, "Figure"]:
-    """Draw what was logged: the title of each figure that there is, and the figure."""
-    metrics = [name for name in run.quantized if name != "loss"]
-    curves = {
-        "Sensitivity": ("eigenvalue over the largest", run.by_block("eigenvalue")),
-        "Loss": (
-            "loss",
-            {"training": run.series("loss"), "evaluation": run.series("eval_loss")},
-        ),
-        "Metrics": ("metric", {name: run.series(f"eval_{name}") for name in metrics}),
-    }
-    figures: dict[str, Figure] = {}
-    bits = run.by_block("bits")
-    if bits:
-        figures["Bits"] = _draw_bits(bits, run.config, run.steps)
-    for title, (ylabel, series) in curves.items():
-        if any(steps for steps, _ in series.values()):
-            figures[title] = _curves(ylabel, series, bits)
-    if "Metrics" in figures:
-        _widen(figures["Metrics"].axes[0])
-    return figures
+def _page(run: Run) -> str:
+    from markdown_it import MarkdownIt
+
+    found = export = None
+    facts = facts_of_run(
+        run.config,
+        run.steps,
+        run.quantized,
+        run.in_float,
+        run.float_step,
+        run.choice,
+    )
+    if run.delivered is not None:
+        found = recorded(run.delivered)
+        with explained(f"{run.delivered} is not as it was delivered"):
+            facts |= facts_of_folder(found, run.delivered, str(run.delivered))
+        export = export_command(run.delivered)
+    markdown = MarkdownIt("commonmark").enable("table")
+    files = [path for path in run.directory.iterdir() if path.name != PAGE]
+    written = max(path.stat().st_mtime for path in files)
+    return rendered(
+        "report.html",
+        run=run,
+        found=found,
+        export=export,
+        before=facts["before"],
+        card=markdown.render(rendered("body.md", **facts)),
+        date=datetime.fromtimestamp(written).strftime("%Y-%m-%d"),
+        figures={title: _svg(figure) for title, figure in _figures(run).items()},
+    )
 
 
 def _svg(figure: "Figure") -> str:
@@ -261,211 +269,123 @@ def _svg(figure: "Figure") -> str:
     return drawn[drawn.index("<svg") :]
 
 
-def _page(run: Run) -> str:
-    title = html.escape(run.directory.resolve().name)
-    files = [path for path in run.directory.iterdir() if path.name != PAGE]
-    written = max(path.stat().st_mtime for path in files)
-    date = datetime.fromtimestamp(written).strftime("%Y-%m-%d")
-    found = None if run.delivered is None else recorded(run.delivered)
-    parts = [
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-        f"<title>moq_hf: {title}</title><style>{_STYLE}</style></head><body><article><h1>{title}</h1>",
-        f"<p>{date}</p><p><strong>{html.escape(_headline(run, found))}</strong></p>{_table(_facts(run))}",
-    ]
-    for heading, figure in _figures(run).items():
-        caption = f"<figcaption>{_CAPTIONS[heading]}</figcaption>"
-        parts.append(f"<h2>{heading}</h2><figure>{_svg(figure)}{caption}</figure>")
-    if run.quantized:
-        rows = metric_rows(run.quantized, run.in_float, run.before)
-        parts.append(f"<h2>Last evaluation</h2>{_table(rows)}")
-    if run.choice is not None:
-        outcome = html.escape(run.choice.outcome())
-        parts.append(f"<h2>Bits under a budget</h2><p>{outcome}</p>")
-        parts.append(_table(run.choice.rows()))
-    if found is not None and run.delivered is not None:
-        inspect = f"moq-hf inspect {run.delivered}    # layers, sizes, who serves it"
-        steps = "\n".join(filter(None, [inspect, export_command(run.delivered)]))
-        parts += [
-            f"<h2>Proof</h2><p>{html.escape(_proof(found))}</p>",
-            f"<h2>Next steps</h2><pre>{html.escape(steps)}</pre>",
-        ]
-    config = html.escape(json.dumps(run.config.to_dict(), indent=2))
-    parts.append(
-        f"<details><summary>Configuration</summary><pre>{config}</pre></details></article></body></html>\n"
-    )
-    return "\n".join(parts)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    return f"<pre>{html.escape(table(rows))}</pre>"
-
-
-def _headline(run: Run, found: Verification | None) -> str:
-    """The run in a line: its first metric, its bits, its size, and whether the result was proven."""
-    bits = [values[-1] for _, values in run.by_block("bits").values()]
-    parts = [f"{sum(bits) / len(bits):.3g} bits" if bits else "no bits yet"]
-    metric = next((name for name in run.quantized if name != "loss"), None)
-    if metric is not None:
-        score = _score(metric, run.quantized[metric])
-        before = run.in_float.get(metric)
-        beside = "" if before is None else f" ({run.before} {_score(metric, before)})"
-        parts = [f"{metric.replace('_', ' ')} {score} at {parts[0]}{beside}"]
-    if found is not None:
-        parts.append(f"{megabytes(found.float_bytes)} to {megabytes(found.file_bytes)}")
-        verdict = _proof(found).partition(":")[0]
-        parts.append(verdict[0].lower() + verdict[1:])
-    else:
-        for size in run.series("moq/size_mb")[1][-1:]:
-            parts.append(f"{run.float_size_mb:,.2f} to {size:,.2f} MB")
-    return ", ".join(parts)
-
-
-def _score(metric: str, value: float) -> str:
-    """A metric as people say it: shares in percent."""
-    is_share = metric in ("accuracy", "f1", "precision", "recall")
-    return percent(value) if is_share else f"{value:.4g}"
-
-
-def _proof(found: Verification) -> str:
-    """Whether the delivered folder was compared with the model, and what came of it."""
-    return str(found.proof or "Not verified: the run was not to prove it")
-
-
-def _facts(run: Run) -> list[tuple[str, str]]:
-    facts = [
-        ("mean bits, whole model", f"{run.series('moq/mean_bits')[1][-1]:.2f}"),
-        ("precision", run.config.span_in_words),
-        ("optimizer steps", f"{run.steps:,}"),
-    ]
-    for share in run.series("moq/quantized_share")[1][-1:]:
-        facts.append(("quantized", f"{percent(share)} of the parameters"))
-    return facts
-
-
 @contextmanager
 def drawing() -> Iterator[None]:
     """Set matplotlib to the report's look while figures are made and saved.
 
     Raises:
-        MoQError: matplotlib is not installed.
+        MoQError: A library of the extra `report` is not installed.
     """
-    require("report", "matplotlib")
+    require("report", "matplotlib", "markdown_it")
     import matplotlib
 
-    settings: dict[Any, Any] = {
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        # Names of blocks are not formulas.
-        "text.parse_math": False,
-        # Text stays text, and the same figure gives the same file.
-        "svg.fonttype": "none",
-        "svg.hashsalt": "moq_hf",
-    }
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(fname=TEMPLATES / "report.mplstyle"):
         yield
 
 
-def _new_figure(ylabel: str, lines: int) -> tuple["Figure", "Axes"]:
+def _figures(run: Run) -> dict[str, "Figure"]:
+    """Draw what was logged; the keys are the titles of the figures."""
+    bits = run.by_block("bits")
+    loss = {"training": run.series("loss"), "evaluation": run.series("eval_loss")}
+    metrics = [name for name in run.quantized if name != "loss"]
+    curves = {
+        "Sensitivity": ("eigenvalue over the largest", run.by_block("eigenvalue")),
+        "Loss": ("loss", loss),
+        "Metrics": ("metric", {name: run.series(f"eval_{name}") for name in metrics}),
+    }
+    figures: dict[str, Figure] = {}
+    if bits:
+        figures["Bits"] = _draw_bits(bits, run)
+    for title, (ylabel, series) in curves.items():
+        drawn = {name: line for name, line in series.items() if line[0]}
+        if drawn:
+            axes = _draw(ylabel, drawn, marker=".")
+            _mark_drops(axes, bits)
+            if title == "Metrics":
+                _widen(axes)
+            figures[title] = cast("Figure", axes.figure)
+    return figures
+
+
+def _draw(ylabel: str, series: Mapping[str, Series], **style: Any) -> "Axes":
+    """Draw a line for each series."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
-    axes = figure.add_subplot(xlabel="optimizer steps", ylabel=ylabel)
-    axes.grid(axis="y", linewidth=0.6)
+    axes = Figure().add_subplot(xlabel="optimizer steps", ylabel=ylabel)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    shades = [0.05 + 0.75 * index / max(1, lines - 1) for index in range(lines)]
+    shades = np.linspace(0.05, 0.8, len(series))
     axes.set_prop_cycle(color=colormaps["viridis"](shades))
-    return figure, axes
+    lines = []
+    for name, (steps, values) in series.items():
+        lines += axes.plot(steps, values, label=name, **style)
+    # A model may have hundreds of blocks; the legend has room for 20.
+    named = lines[:: math.ceil(len(lines) / 20)]
+    axes.legend(handles=named, loc="upper left", bbox_to_anchor=(1.0, 1.02))
+    return axes
 
 
-def _legend(axes: "Axes") -> None:
-    handles, _ = axes.get_legend_handles_labels()
-    # A model without a list of layers has a block for each linear layer.
-    every = math.ceil(len(handles) / 20)
-    axes.legend(
-        handles=handles[::every],
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.02),
-        fontsize="small",
-    )
-
-
-def _alike(series: Mapping[str, Series]) -> dict[str, Series]:
-    """One line for blocks that have the same bits at all steps."""
-    groups: dict[str, list[str]] = {}
+def _draw_bits(series: Mapping[str, Series], run: Run) -> "Figure":
+    """Draw the bits of each block, with one line for blocks that always have the same."""
+    alike: dict[str, list[str]] = {}
     for name, line in series.items():
-        groups.setdefault(repr(line), []).append(name)
-    labels = {}
-    for names in groups.values():
-        every = "all " if len(groups) == 1 else ""
-        label = ", ".join(names) if len(names) < 3 else f"{every}{len(names)} blocks"
-        labels[label] = series[names[0]]
-    # Two groups of as many blocks are told apart by their names.
-    return labels if len(labels) == len(groups) else dict(series)
-
-
-def _drops(series: Mapping[str, Series]) -> dict[int, int]:
-    """The steps at which some block got fewer bits than any had before, and these bits."""
-    switches = sorted(
-        (step, int(bits))
-        for steps, values in series.values()
-        for step, bits in zip(steps, values, strict=True)
-    )
-    drops: dict[int, int] = {}
-    lowest = FLOAT_BITS
-    for step, bits in switches:
-        if bits < lowest:
-            lowest = bits
-            drops[step] = bits
-    return drops
-
-
-def _draw_bits(series: Mapping[str, Series], config: MoQConfig, total: int) -> "Figure":
-    """Draw a line for each block, side by side where they would cover each other."""
-    series = _alike(series)
-    figure, axes = _new_figure("bits", len(series))
+        alike.setdefault(repr(line), []).append(name)
+    config = run.config
     in_float = begins_in_float(config)
-    highest = max(own.start_bits for own in config.variants().values()) + in_float
-    lowest = min(min(bits) for _, bits in series.values())
     start = FLOAT_BITS if in_float else config.start_bits
-    for index, (name, (steps, bits)) in enumerate(series.items()):
-        shift = 0.4 * (index + 0.5) / len(series) - 0.2
-        heights = [min(value, highest) - shift for value in (start, *bits, bits[-1])]
-        axes.step([0, *steps, total], heights, where="post", label=name, linewidth=1.5)
-    ticks = range(int(lowest), highest + 1)
-    axes.set_yticks(
-        ticks,
-        ["float" if in_float and tick == highest else str(tick) for tick in ticks],
-    )
-    _legend(axes)
-    return figure
+    # Float is drawn one step above the largest number of bits.
+    top = max(own.start_bits for own in config.variants().values()) + in_float
+    shifts = 0.2 - 0.4 * (np.arange(len(alike)) + 0.5) / len(alike)
+    drawn: dict[str, Series] = {}
+    for shift, names in zip(shifts, alike.values(), strict=True):
+        steps, bits = series[names[0]]
+        heights = [min(value, top) + shift for value in (start, *bits, bits[-1])]
+        drawn[_called(names, len(series))] = [0, *steps, run.steps], heights
+    axes = _draw("bits", drawn, drawstyle="steps-post")
+    lowest = int(min(min(bits) for _, bits in series.values()))
+    labels = [*map(str, range(lowest, top)), "float" if in_float else str(top)]
+    axes.set_yticks(range(lowest, top + 1), labels)
+    return cast("Figure", axes.figure)
 
 
-def _curves(
-    ylabel: str, series: Mapping[str, Series], bits: Mapping[str, Series]
-) -> "Figure":
-    drawn = {name: line for name, line in series.items() if line[0]}
-    figure, axes = _new_figure(ylabel, len(drawn))
-    for name, (steps, values) in drawn.items():
-        axes.plot(steps, values, marker=".", label=name)
-    _legend(axes)
+def _called(names: Sequence[str], count: int) -> str:
+    """The label of a line that stands for several blocks."""
+    if len(names) == 1:
+        return names[0]
+    if len(names) == count:
+        return f"all {count} blocks"
+    return f"{names[0]} and {len(names) - 1} more"
+
+
+def _mark_drops(axes: "Axes", bits: Mapping[str, Series]) -> None:
+    """Mark the steps at which bits fell, with the bits from there on."""
     drops = _drops(bits)
     low, high = axes.get_xlim()
     for step, reached in drops.items():
         axes.axvline(step, color="gray", linestyle=":", linewidth=0.8)
-        # Of drops close to each other the last one has the label.
+        # Where drops are close to each other, only the last one has a label.
         if any(0 < later - step < 0.02 * (high - low) for later in drops):
             continue
-        axes.annotate(
+        axes.text(
+            step,
+            1.0,
             str(reached),
-            (step, 1.0),
-            xycoords=("data", "axes fraction"),
+            transform=axes.get_xaxis_transform(),
             ha="center",
             va="bottom",
             fontsize="x-small",
             color="gray",
         )
-    return figure
+
+
+def _drops(series: Mapping[str, Series]) -> dict[int, int]:
+    """The steps at which some block got fewer bits than any had before, and these bits."""
+    drops: dict[int, int] = {}
+    pairs = [zip(steps, bits, strict=True) for steps, bits in series.values()]
+    for step, bits in sorted(itertools.chain(*pairs)):
+        if bits < min(drops.values(), default=FLOAT_BITS):
+            drops[step] = int(bits)
+    return drops
 
 
 def _widen(axes: "Axes") -> None:
@@ -474,20 +394,3 @@ def _widen(axes: "Axes") -> None:
     if low >= 0 and high <= 1.05 and high - low < _LEAST_HEIGHT:
         middle = min((low + high) / 2, 1 - _LEAST_HEIGHT / 2)
         axes.set_ylim(middle - _LEAST_HEIGHT / 2, middle + _LEAST_HEIGHT / 2)
-
-
-_CAPTIONS = {
-    "Bits": "Bits of each block over optimizer steps. Lines are drawn side by side.",
-    "Sensitivity": "Eigenvalue of each block over the largest, at the steps at which bits fell; a block that was "
-    "not measured again keeps its last one. Dotted: where bits fell.",
-    "Loss": "Loss over optimizer steps; after a float phase the training loss has the teacher's parts too. Dotted: "
-    "where bits fell, with the bits from there on.",
-    "Metrics": "Metrics of the evaluations on the way. Dotted: where bits fell, with the bits from there on.",
-}
-# A notebook applies the style of an output to its whole page.
-_STYLE = """
-article { max-width: 52rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
-article figcaption { color: #666; font-size: 0.85rem; }
-article figure { margin: 0; }
-article svg { width: 100%; height: auto; }
-"""

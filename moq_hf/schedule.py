@@ -77,8 +77,8 @@ class PrecisionSchedule:
         blocks: Block names, each once, in model order.
         total_steps: Optimizer steps of the whole run; not needed for an explicit period
             without a deadline, if the offset is a number of steps.
-        configs: Block name to the config of its layers, where `overrides` make it
-            another one.
+        configs: Block name to the config of its layers, for blocks that `overrides`
+            change.
 
     Raises:
         MoQError: No blocks, no `total_steps` where they are needed,
@@ -117,9 +117,9 @@ class PrecisionSchedule:
         if not names:
             raise MoQError("a schedule needs at least one block")
         self.config = config
-        # That of each block's layers: `overrides` may say other bits of them.
+        # With `overrides`, the layers of a block may have a config of their own.
         self._configs = {name: (configs or {}).get(name, config) for name in names}
-        # None until they are chosen, under a budget.
+        # Under a budget, None until `choose` is called.
         self.targets: dict[str, int] | None = None
         start = config.activations.start_step
         if (
@@ -139,12 +139,12 @@ class PrecisionSchedule:
         if config.budget is None:
             self.targets = {name: self._target(name) for name in names}
         self.period = {name: self._first(name) for name in names}
-        # Steps taken when the block last changed: its blend is counted from there.
+        # The step of each block's last change, from which its blend counts.
         self._changed = dict.fromkeys(names, 0)
 
     @property
     def deadline_step(self) -> int | None:
-        """The optimizer step, from the start of training, by which every block is at its target; None: no deadline."""
+        """The optimizer step by which every block is at its target; None without a deadline."""
         deadline = self.config.deadline
         if deadline is None or self.total_steps is None:
             return None
@@ -152,12 +152,12 @@ class PrecisionSchedule:
 
     @property
     def at_target(self) -> bool:
-        """Whether every block has its target bits and no float weight is blended in any more."""
+        """Whether every block has its target bits, and no float weight is blended in."""
         return self.bits == self.targets and not any(self.blend.values())
 
     @property
     def blend(self) -> dict[str, float]:
-        """Block name to the share of the float weight in the next forward pass: all 0 unless the config blends."""
+        """Block name to the share of the float weight in the next forward pass; 0 unless the config blends."""
         if not self.config.blend.enabled:
             return dict.fromkeys(self.bits, 0.0)
         ratio = self.config.blend.quantize_change_ratio
@@ -168,11 +168,11 @@ class PrecisionSchedule:
 
     @property
     def is_choosing(self) -> bool:
-        """Whether `choose` must be called before the coming `advance`."""
+        """Whether `choose` must be called before the next `advance`."""
         return self.targets is None and bool(self.due())
 
     def choose(self, targets: Mapping[str, int]) -> None:
-        """Take the bits that the blocks end with, under a budget; `overrides` may have fixed those of some."""
+        """Set the bits that blocks end with under a budget, except for those that `overrides` fix."""
         fixed = {
             name: own.targets[0]
             for name, own in self._configs.items()
@@ -183,7 +183,7 @@ class PrecisionSchedule:
 
     @property
     def next_bits(self) -> dict[str, int]:
-        """The bits after the next drop, for each block that has one ahead."""
+        """Block name to the bits after its next drop, for blocks above their targets."""
         return {
             name: self._target(name) + left - 1
             for name in self.bits
@@ -198,27 +198,27 @@ class PrecisionSchedule:
         )
 
     def next_step(self) -> int | None:
-        """The step after which a block changes next, with what is known now; None once all are at their targets."""
+        """The step of the next change, as far as is known now; None once all blocks are at their targets."""
         changes = self._changes().values()
         return self.offset + min(changes) if changes else None
 
     def drops_ahead(self, steps: int = 1) -> tuple[str, ...]:
-        """The blocks that will lose a bit in one of the coming `steps` calls of `advance`; the offset is no loss."""
+        """The blocks that will lose a bit in the next `steps` calls of `advance`; going from float is not counted."""
         since = self.steps + steps - self.offset
         return tuple(name for name in self.next_bits if since >= self.period[name])
 
     def advance(
         self, eigenvalues: Mapping[str, float] | None = None
     ) -> tuple[Switch, ...]:
-        """Take one optimizer step and tell what changed.
+        """Count one optimizer step, and give the switches it makes.
 
         Args:
-            eigenvalues: Block name to eigenvalue over the largest, 0 to 1. A block that
-                is missing has factor 1.
+            eigenvalues: Block name to eigenvalue over the largest, 0 to 1. Blocks
+                without one have factor 1.
 
         Raises:
-            MoQError: An eigenvalue is not in [0, 1], or belongs to no block; the bits
-                under a budget are not chosen.
+            MoQError: An eigenvalue is not in [0, 1] or belongs to no block, or the bits
+                under a budget are not chosen yet.
         """
         if self.is_choosing:
             raise MoQError("the bits of the blocks are not chosen yet: call `choose`")
@@ -237,10 +237,10 @@ class PrecisionSchedule:
     def forecast(
         self, eigenvalues: Mapping[str, float] | None = None
     ) -> Iterator[Switch]:
-        """The switches still to come, if every measurement finds these eigenvalues; the schedule stays where it is.
+        """The switches to come, if every measurement gives these eigenvalues; the schedule itself does not advance.
 
         Raises:
-            MoQError: As `advance`.
+            MoQError: See `advance`.
         """
         ahead = copy.deepcopy(self)
         while (step := ahead.next_step()) is not None:
@@ -248,7 +248,7 @@ class PrecisionSchedule:
             yield from ahead.advance(eigenvalues)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, in JSON types."""
+        """The state of the schedule, in JSON types."""
         state: dict[str, Any] = {
             "steps": self.steps,
             "total_steps": self.total_steps,
@@ -262,10 +262,10 @@ class PrecisionSchedule:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. A deadline stays at its step, even if the run now has another length.
+        """Continue from a state. A deadline stays at its step, even if the run has another length now.
 
         Raises:
-            MoQError: The state is of other blocks.
+            MoQError: The state belongs to other blocks.
         """
         blocks = state["blocks"]
         if blocks.keys() != self.bits.keys():
@@ -284,7 +284,7 @@ class PrecisionSchedule:
             self.targets = state["targets"]
 
     def last_drop(self) -> int:
-        """The optimizer step after which every block is at its target at the latest, blends included, from now on."""
+        """The latest optimizer step at which the last block can reach its target, blends included."""
         ahead = copy.deepcopy(self)
         if ahead.targets is None:
             ahead.choose({name: self._target(name) for name in self.bits})
@@ -293,7 +293,7 @@ class PrecisionSchedule:
         return max([*self._changed.values(), *changes]) + fade_steps(self.config)
 
     def _target(self, name: str) -> int:
-        """The bits that a block ends with; before they are chosen, the fewest that it may have."""
+        """The bits that a block ends with; before they are chosen, the fewest that may be."""
         if self.targets is not None:
             return self.targets[name]
         return self._configs[name].targets[0]
@@ -308,7 +308,7 @@ class PrecisionSchedule:
         return self._start(name) - self._target(name)
 
     def _changes(self) -> dict[str, int]:
-        """Steps from the offset to the next change, for each block that is not at its target."""
+        """Block name to the steps from the offset to its next change, for blocks that are not at their targets."""
         falling = self.next_bits
         return {
             name: 0 if bits == FLOAT_BITS else self.period[name]
@@ -327,7 +327,7 @@ class PrecisionSchedule:
         return min(period, _cap(self._room, 0, drops))
 
     def _following(self, name: str, period: int, left: int, factor: int) -> int:
-        """Steps from the offset to the first of the `left` drops of a block that follow the one at `period`."""
+        """Steps from the offset to the drop after the one at `period`, with `left` drops to go."""
         following = period * 2 * factor
         if self._room is None or left == 0:
             return following
@@ -338,7 +338,7 @@ class PrecisionSchedule:
         return min(following, _cap(self._room, period, left))
 
     def _horizon(self, drops: int) -> int:
-        """Steps from the offset to the last of `drops` drops of a block of factor 1, with the period "auto"."""
+        """Steps from the offset to the last of `drops` drops of a block of factor 1, if the period is "auto"."""
         room = self._room or 0
         if drops == 1 or not self.config.eigenvalue.enabled:
             return room
@@ -348,13 +348,13 @@ class PrecisionSchedule:
         """Set the length of the run, the offset, and the room before the deadline.
 
         Raises:
-            MoQError: The deadline leaves no room for the drops, or the length of the
-                run is not known.
+            MoQError: There is no room for the drops, or the length of the run is needed
+                and not known.
         """
         config = self.config
         self.total_steps = total_steps
         self.offset = offset = offset_step_of(config, total_steps)
-        # Steps from the offset to the last drop that meets the deadline, if there is one.
+        # Steps from the offset to the last drop that still meets the deadline.
         self._room: int | None = None
         if config.deadline is None:
             return
@@ -413,15 +413,15 @@ class PrecisionSchedule:
 
 
 def _cap(room: int, since: int, left: int) -> int:
-    """The latest step for the first of `left` drops after one at `since`, so that all have room (see the module)."""
+    """The latest step for the next of `left` drops after one at `since` that leaves room for all (see the module)."""
     return max(room >> (left - 1), _root(room * since ** (left - 1), left), since + 1)
 
 
 def _root(value: int, degree: int) -> int:
-    """The integer root of a whole number, rounded down. Exact; a float result could differ between machines."""
+    """The root of a whole number, rounded down. It is exact, while floats could differ between machines."""
     low = 0
     high = 1 << -(-value.bit_length() // degree)
-    # Not `bisect`: it cannot search ranges beyond the largest C integer.
+    # `bisect` cannot search ranges beyond the largest C integer.
     while high - low > 1:
         middle = (low + high) // 2
         if middle**degree <= value:
@@ -432,19 +432,19 @@ def _root(value: int, degree: int) -> int:
 
 
 def fade_steps(config: MoQConfig) -> int:
-    """Steps that the blend takes to reach 0."""
+    """The number of steps in which the blend falls to 0."""
     if not config.blend.enabled:
         return 0
     ratio = config.blend.quantize_change_ratio
     steps = max(1, math.ceil(1.0 / ratio) - 1)
-    # 1 / ratio may have been rounded to a whole number.
+    # 1 / ratio may have been rounded down to a whole number.
     while 1.0 - ratio * steps > 0.0:
         steps += 1
     return steps
 
 
 def needs_run(config: MoQConfig) -> Iterator[str]:
-    """What a config asks for that changes over the steps of a run, or needs its data; nothing at constant bits.
+    """Name what a config asks for that needs the steps or the data of a run.
 
     >>> [*needs_run(MoQConfig(bits=4))], [*needs_run(MoQConfig(bits=4, offset=10, gptq=128))]
     ([], ['offset 10', 'gptq'])
@@ -468,10 +468,10 @@ def needs_run(config: MoQConfig) -> Iterator[str]:
 
 
 def offset_step_of(config: MoQConfig, total_steps: int | None) -> int:
-    """Optimizer steps before anything is quantized; at least one under a budget, which needs a step to choose.
+    """Optimizer steps before anything is quantized: at least one under a budget, which chooses bits in a step.
 
     Raises:
-        MoQError: The offset is a share of the run, whose length is not known.
+        MoQError: The offset is a share of a run whose length is not known.
     """
     offset = config.offset
     if isinstance(offset, float):
@@ -484,10 +484,10 @@ def offset_step_of(config: MoQConfig, total_steps: int | None) -> int:
 
 
 def begins_in_float(config: MoQConfig) -> bool:
-    """Whether there are steps before anything is quantized, in a run that is not too short for them."""
+    """Whether a run that is long enough has steps before anything is quantized."""
     return config.offset != 0 or config.budget is not None
 
 
 def _share_of(share: float, total_steps: int) -> int:
-    """The step at a share of a run. The share counts as the decimal fraction that was written: 0.29 of 100 is 29."""
+    """The step at a share of a run. The share is taken as it was written, in decimals: 0.29 of 100 is 29."""
     return int(Fraction(str(share)) * total_steps)

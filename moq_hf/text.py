@@ -1,4 +1,4 @@
-"""What the card, the report and the terminal show alike: tables, whose first row is the head, and metrics of a log."""
+"""Tables, numbers and metrics as the terminal, the model card and the report show them."""
 
 import json
 import re
@@ -10,8 +10,8 @@ from tqdm.auto import tqdm
 
 T = TypeVar("T")
 
-# What the Trainer logs beside the metrics of an evaluation; `_mm` is MNLI's second
-# part.
+# The Trainer logs these beside the metrics of an evaluation; `_mm` marks those of MNLI's
+# mismatched part.
 _NO_METRIC = re.compile(
     r"^(epoch|step|total_flos)(_mm)?$"
     r"|(^|_)(runtime|samples|per_second|model_preparation_time)(_mm)?$"
@@ -19,7 +19,7 @@ _NO_METRIC = re.compile(
 
 
 def progress(items: Iterable[T], what: str) -> Iterable[T]:
-    """Go through items behind a progress bar, which is off where stderr is no terminal."""
+    """Iterate with a progress bar, if stderr is a terminal."""
     found: Iterable[T] = tqdm(items, what, leave=False, disable=None)
     return found
 
@@ -28,8 +28,8 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """Lay rows out in columns for a terminal.
 
     Args:
-        rows: Of one length.
-        left: The columns that are text; numbers end below each other.
+        rows: Rows of the same length.
+        left: The columns to align left; the others, with numbers, are aligned right.
 
     >>> print(table([["layer", "bits"], ["query", "4"], ["dense", "16"]]))
     layer  bits
@@ -59,7 +59,7 @@ def markdown_table(rows: Sequence[Sequence[object]]) -> str:
 
 
 def dtype_name(dtype: Any) -> str:
-    """A dtype of PyTorch as users write it after `torch.`.
+    """The name of a dtype without `torch.`.
 
     >>> import torch
     >>> dtype_name(torch.bfloat16)
@@ -69,7 +69,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def quoted(path: object) -> str:
-    """A path as Python writes a string.
+    """A path as a string literal.
 
     >>> print(quoted("runs/4-bits"))
     "runs/4-bits"
@@ -78,7 +78,7 @@ def quoted(path: object) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """A number, and what there are so many of.
+    """A number and its noun, in the plural if need be.
 
     >>> counted(1, "block"), counted(3, "block")
     ('1 block', '3 blocks')
@@ -87,7 +87,7 @@ def counted(number: int, what: str) -> str:
 
 
 def megabytes(count: int) -> str:
-    """A number of bytes in megabytes of 10^6, with three digits at least.
+    """A number of bytes in megabytes (10^6 bytes), with at least three digits.
 
     >>> megabytes(17_736_000), megabytes(119_000)
     ('17.7 MB', '0.119 MB')
@@ -96,7 +96,7 @@ def megabytes(count: int) -> str:
 
 
 def float_after(step: int | None, total: int | None) -> str:
-    """What the float model beside a quantized one is called: that of a float phase had a part of the steps alone.
+    """A name for the float model in a comparison; that of a float phase was trained for only a part of the steps.
 
     >>> float_after(100, 200), float_after(None, 200)
     ('float after 100 of 200 steps', 'float')
@@ -104,36 +104,6 @@ def float_after(step: int | None, total: int | None) -> str:
     if step is None or total is None:
         return "float"
     return f"float after {step:,} of {total:,} steps"
-
-
-def metric_rows(
-    metrics: Mapping[str, float], in_float: Mapping[str, float], before: str = "float"
-) -> list[list[str]]:
-    """Rows of a table that compares a quantized model's metrics with those of the float model, where it has them.
-
-    Args:
-        metrics: Of the quantized model.
-        in_float: Of the float model.
-        before: What the float model is called.
-
-    >>> print(table(metric_rows({"f1": 0.9, "loss": 0.3}, {"f1": 0.91})))
-    metric   float  quantized  difference
-    f1      0.9100     0.9000     -0.0100
-    loss               0.3000
-    >>> metric_rows({"f1": 0.9}, {})
-    [['metric', 'quantized'], ['f1', '0.9000']]
-    """
-    if not in_float:
-        values = [[name, f"{value:.4f}"] for name, value in metrics.items()]
-        return [["metric", "quantized"], *values]
-    rows = [["metric", before, "quantized", "difference"]]
-    for name, value in metrics.items():
-        was = difference = ""
-        if name in in_float:
-            was = f"{in_float[name]:.4f}"
-            difference = f"{value - in_float[name]:+.4f}"
-        rows.append([name, was, f"{value:.4f}", difference])
-    return rows
 
 
 def metrics_in(logged: Mapping[str, Any]) -> dict[str, float]:
@@ -148,6 +118,6 @@ def metrics_in(logged: Mapping[str, Any]) -> dict[str, float]:
         if not _NO_METRIC.search(name)
         and isinstance(value, (int, float))
         and not isinstance(value, bool)
-        # NaN is not, and a whole number may be too large for a float.
+        # False for NaN; a whole number may be too large for a float.
         and abs(value) <= sys.float_info.max
     }

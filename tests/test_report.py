@@ -24,6 +24,9 @@ from moq_hf.report import _figures, drawing, read_run, write_report
 from moq_hf.schedule import PrecisionSchedule
 from moq_hf.text import megabytes
 
+# The sections of the card that tell of a run which has delivered nothing.
+CARD = ["Evaluation", "How it was made"]
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -33,6 +36,14 @@ def run(tmp_path: Path) -> Path:
     metrics = {"eval_f1": 0.91, "eval_accuracy": 0.8, "eval_loss": 0.4, "eval_runtime": 3.0, "epoch": 3.0}
     (tmp_path / "out" / "float" / "eval_results.json").write_text(json.dumps(metrics))
     return tmp_path / "out"
+
+
+def write(folder: Path, state: Any) -> None:
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+
+
+def titles(page: Path) -> list[str]:
+    return re.findall("<h2>(.*?)</h2>", page.read_text())
 
 
 def test_a_run_is_read_as_it_was(run: Path) -> None:
@@ -52,11 +63,10 @@ def test_the_page_stands_alone_and_shows_everything(run: Path, capsys: pytest.Ca
     assert cli.main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'moq_report.html'}\n"
     page = (run / "moq_report.html").read_text()
-    titles = ["Bits", "Sensitivity", "Loss", "Metrics", "Last evaluation"]
-    assert re.findall("<h2>(.*?)</h2>", page) == titles
+    assert titles(run / "moq_report.html") == ["Bits", "Sensitivity", "Loss", "Metrics", *CARD]
     # Names of XML namespaces are no addresses that a browser would ask for.
     assert not re.search(r"""(src|href)=["'](?!#)|url\((?!#)|@import""", page.replace('xlink:href="#', ""))
-    for text in ("105.20 to ", "0.8690", "0.9100", "-0.0410", "layer.11", "4 blocks"):
+    for text in ("105.20 to ", "0.8690", "0.9100", "-0.0410", "layer.11", "layer.0 and 3 more"):
         assert text in page, text
 
 
@@ -73,11 +83,9 @@ def test_the_model_of_a_float_phase_is_called_so(run: Path) -> None:
     assert "(float 91.0 %)" in write_report(run).read_text()
     state = json.loads((run / "trainer_state.json").read_text())
     state["log_history"].insert(5, {"step": 100, "float_eval_f1": 0.91})
-    (run / "trainer_state.json").write_text(json.dumps(state))
+    write(run, state)
     page = write_report(run).read_text()
-    assert "(float after 100 of 345 steps 91.0 %)" in page and re.search(
-        "metric +float after 100 of 345 steps +quantized", page
-    )
+    assert "(float after 100 of 345 steps 91.0 %)" in page and "<th>float after 100 of 345 steps</th>" in page
 
 
 def test_strange_names_are_shown_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,10 +100,10 @@ def test_strange_names_are_shown_as_they_are(tmp_path: Path, monkeypatch: pytest
 
 def test_a_run_without_eigenvalues_and_evaluations_has_no_such_figures(tmp_path: Path) -> None:
     make_run(tmp_path, CONFIG | {"eigenvalue": {"enabled": False}}, evaluations=False)
-    assert re.findall("<h2>(.*?)</h2>", write_report(tmp_path).read_text()) == ["Bits", "Loss"]
+    assert titles(write_report(tmp_path)) == ["Bits", "Loss", CARD[-1]]
     before_the_offset = CONFIG | {"quantize_schedule": {"quantize_period": 2, "schedule_offset": 10}}
     make_run(tmp_path, before_the_offset, steps=9, evaluations=False)
-    assert re.findall("<h2>(.*?)</h2>", write_report(tmp_path, tmp_path / "short").read_text()) == ["Loss"]
+    assert titles(write_report(tmp_path, tmp_path / "short")) == ["Loss", CARD[-1]]
 
 
 def test_the_newest_checkpoint_serves_too(tmp_path: Path) -> None:
@@ -116,12 +124,7 @@ def test_the_newest_checkpoint_serves_too(tmp_path: Path) -> None:
         ({"trainer_state.json": "{"}, "trainer_state.json cannot be read: Expecting"),
         ({"trainer_state.json": "[" * 100_000}, "trainer_state.json cannot be read: maximum"),
         ({"trainer_state.json": "[]"}, "trainer_state.json is damaged: it must hold an object"),
-        ({"trainer_state.json": "{}"}, "is not as the Trainer wrote it: global_step is missing"),
         ({"trainer_state.json": '{"global_step": 1}'}, "is not a run with MoQ"),
-        (
-            {"trainer_state.json": '{"global_step": 1, "log_history": [{"step": 1, "loss": 1}]}'},
-            "is not a run with MoQ",
-        ),
     ],
 )
 def test_a_folder_of_something_else_is_told(files: Any, text: str, tmp_path: Path) -> None:
@@ -139,16 +142,11 @@ SAVED = ("stateful_callbacks", "MoQCallback", "attributes", "saved")
     "path, value, text",
     [
         (("global_step",), "x", "global_step must be a valid integer"),
-        (("stateful_callbacks",), [], "stateful_callbacks must be a valid dictionary"),
         (("stateful_callbacks", "MoQCallback"), {}, f"{BEGIN}.attributes is missing"),
-        (("stateful_callbacks", "MoQCallback", "attributes"), {}, f"{BEGIN}.attributes.saved is missing"),
         ((*SAVED, "config"), [], f"{BEGIN}.attributes.saved.config must be"),
         ((*SAVED, "config", "seed"), -1, "seed: -1"),
         ((*SAVED, "float_size_mb"), math.nan, "finite number"),
-        (("log_history",), {"step": 1}, "log_history must be a valid list"),
-        (("log_history", 1), 5, "log_history.1 must be a valid dictionary"),
         (("log_history", 1), {"loss": 1}, "log_history.1.step is missing"),
-        (("log_history", 1, "step"), None, "log_history.1.step must be a valid integer"),
     ],
 )
 def test_a_state_changed_by_hand_is_one_error_that_names_the_key(
@@ -159,7 +157,7 @@ def test_a_state_changed_by_hand_is_one_error_that_names_the_key(
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    write(tmp_path, state)
     assert cli.main(["report", str(tmp_path)]) == 2
     told = capsys.readouterr().err
     assert re.search(text, told) and str(tmp_path) in told and told.count("\n") == 1
@@ -174,7 +172,7 @@ def test_any_value_changed_by_hand_gives_a_run_or_one_error(tmp_path: Path) -> N
         for key in path[:-1]:
             place = place[key]
         place[path[-1]] = generator.choice(WRONG)
-        (tmp_path / "trainer_state.json").write_text(json.dumps(changed))
+        write(tmp_path, changed)
         try:
             run = read_run(tmp_path)
             # A page takes a tenth of a second.
@@ -190,12 +188,15 @@ def test_a_diverged_run_is_drawn(tmp_path: Path) -> None:
     state = make_run(tmp_path)
     for line in state["log_history"][-9:]:
         line |= {"loss": math.nan, "eval_loss": math.inf, "eval_f1": math.nan} if "eval_f1" in line else {}
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
-    page = write_report(tmp_path).read_text()
-    assert re.findall("<h2>(.*?)</h2>", page) == ["Bits", "Sensitivity", "Loss", "Metrics", "Last evaluation"]
+    for line in state["log_history"]:
+        line |= {"moq/bits/bert.pooler.dense": None} if "moq/bits/bert.pooler.dense" in line else {}
+    write(tmp_path, state)
+    page = write_report(tmp_path)
+    assert titles(page) == ["Bits", "Sensitivity", "Loss", "Metrics", *CARD]
     # What is not a number is left out.
-    assert not re.search(r"\b(nan|inf|infinity)\b", page, re.IGNORECASE)
+    assert not re.search(r"\b(nan|inf|infinity)\b", page.read_text(), re.IGNORECASE)
     assert read_run(tmp_path).quantized == {"accuracy": pytest.approx(0.769)}
+    assert "bert.pooler.dense" not in page.read_text().partition("Configuration")[0]
 
 
 def test_without_matplotlib_it_is_told(
@@ -219,18 +220,22 @@ def test_a_delivered_run_has_its_headline_its_proof_and_what_comes_next(tmp_path
     assert re.search(sizes, page).groups()[1] == megabytes(written)  # type: ignore[union-attr]
     assert f"<h1>{tmp_path.name}</h1>" in page
     assert "Verified: loaded with plain transformers, the saved model gives identical outputs" in page
+    assert f"from_pretrained(&quot;{tmp_path / 'quantized'}&quot;)" in page and "<td>bert.pooler.dense</td>" in page
     # It has no tokenizer, which an export needs.
     assert f"moq-hf inspect {tmp_path / 'quantized'}    # layers" in page and "moq-hf export" not in page
     assert re.search(r">all \d+ blocks<", page)
     assert "<svg" in read_run(tmp_path)._repr_html_()
+    (tmp_path / "quantized" / "config.json").write_text("{}")
+    with pytest.raises(MoQError, match="quantized is not as it was delivered: KeyError: 'architectures'"):
+        write_report(tmp_path)
 
 
 def test_noise_of_a_score_looks_like_noise(tmp_path: Path) -> None:
     state = make_run(tmp_path)
     for index, line in enumerate(line for line in state["log_history"] if "eval_f1" in line):
         line |= {"eval_f1": 0.97 + 0.001 * (index % 2), "eval_accuracy": 0.97}
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    write(tmp_path, state)
     with drawing():
-        axes = _figures(read_run(tmp_path))["Metrics"].axes[0]
-    low, high = axes.get_ylim()
+        figures = _figures(read_run(tmp_path))
+    low, high = figures["Metrics"].axes[0].get_ylim()
     assert high - low == pytest.approx(0.05) and high <= 1.0 + 1e-9

@@ -1,6 +1,5 @@
-"""The model card of a packed checkpoint: metadata for the Hub's model index, metrics, sizes, bits, how to load it."""
+"""The model card of a packed checkpoint: facts about the folder and its run, for the templates that show them."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +10,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.training_args import OptimizerNames
 
 from ..config import MoQConfig
-from ..errors import read_json
+from ..errors import read_as, read_json
 from ..formats.table import LAYOUTS, Layout
 from ..lora import is_merged
 from ..names import without_peft
+from ..rendering import rendered
 from ..schedule import FLOAT_BITS
 from ..seams.sentence_transformers import (
     LEAST,
@@ -24,44 +24,17 @@ from ..seams.sentence_transformers import (
     loads_as,
 )
 from ..seams.transformers import training_summary
-from ..text import (
-    float_after,
-    markdown_table,
-    megabytes,
-    metric_rows,
-    metrics_in,
-    quoted,
-)
+from ..text import float_after, metrics_in, quoted
+from ..training.budget import Choice
 from ..training.float_first import before_float
-from .files import active_adapter
-from .state import hub_id
+from .files import ADAPTER, active_adapter
+from .state import STATE_NAME, hub_id
 from .verify import Verification, verify_quantized
 
 # setup.cfg has the same.
 _LEAST_PEFT = "0.17"
 TAGS = ("moq", "quantization-aware-training")
-
-_BY_HAND = """`from_pretrained` alone does not make this model: make one as it was made for training, and load the
-weights into it.
-
-```python
-from safetensors.torch import load_file
-
-model.load_state_dict(load_file("model.safetensors"))
-```"""
-_BY_TRANSFORMERS = """```bash
-pip install {needs}
-```
-
-```python
-{imports}
-
-{code}
-```"""
-_TO_TRAIN_ON = """
-
-To train on, or to put an adapter on it, call `moq_hf.dequantize_model(model)` after loading. Without that PEFT ends in
-`'Linear' object has no attribute 'weight'`, since packed layers have none before the first call."""
+_KINDS = {"embedding": "embedding tables", "conv": "convolutions"}
 
 
 def write_card(
@@ -76,17 +49,17 @@ def write_card(
     """Write `README.md` into a packed checkpoint.
 
     Args:
-        directory: What `save_quantized` wrote; the card shows its metrics, sizes and
-            bits.
+        directory: A folder that `save_quantized` wrote; the card shows its metrics,
+            sizes and bits.
         data: Other metadata of the model; `model_name` is a Hub id, by default the
             directory's name.
         dataset: The `dataset_type`, `dataset_name` and `dataset_config` of an
             `EvalResult`; without a type and a `pipeline_tag` the metadata has no
             results.
         training: Hyperparameters, for the section on reproducing the model.
-        found: What `verify_quantized` gives for it; None: it is verified now.
-        model: The model in memory. What evaluators of Sentence Transformers found of it
-            are the results then.
+        found: The result of `verify_quantized`; None verifies the folder now.
+        model: The model in memory. If evaluators of Sentence Transformers have scored
+            it, the metadata has their results.
 
     Returns:
         The card's path.
@@ -98,55 +71,142 @@ def write_card(
     data = data or ModelCardData()
     dataset = dataset or {}
     found = found or verify_quantized(folder)
+    state = found.state
+    metrics = metrics_in(state["metrics"])
     name = data.model_name or folder.resolve().name
-    place = name if "/" in name else "path/to/this/folder"
-    metrics = metrics_in(found.state["metrics"])
-    before = metrics_in(found.state["float_metrics"])
-    measured = {metric: value for metric, value in metrics.items() if metric != "loss"}
     data.model_name = name.rpartition("/")[2]
-    kind = loads_as(folder)
-    data.library_name = "sentence-transformers" if kind else "transformers"
-    data.pipeline_tag = data.pipeline_tag or PIPELINES.get(kind)
-    # Without the controller of a run nothing says that the model was trained.
-    is_trained = found.state["step"] is not None
-    tags = TAGS if is_trained else TAGS[:1]
-    data.tags = list(dict.fromkeys([*tags, _format(found), *(data.tags or [])]))
-    if data.base_model:
-        data["base_model_relation"] = "finetune"
-    data.metrics = list(measured) or None
+    _complete(data, found, loads_as(folder), list(metrics))
     if data.pipeline_tag and dataset.get("dataset_type"):
         data.eval_results = [
             EvalResult(
                 task_type=data.pipeline_tag,
                 metric_type=metric,
-                metric_value=value,
+                metric_value=metrics[metric],
                 **dataset,  # type: ignore[arg-type]
             )
-            for metric, value in measured.items()
+            for metric in data.metrics or []
         ]
     data.eval_results = evaluations_of(model, metrics) or data.eval_results
-    origin = (
-        f" from [{data.base_model}](https://huggingface.co/{data.base_model})"
-        if data.base_model
-        else ""
+    config = MoQConfig.from_dict(state["config"])
+    in_float = state["float_metrics"]
+    float_step = in_float.get("step")
+    # Metrics that the user gave may hold a step of another run.
+    if not (isinstance(float_step, int) and isinstance(config.offset, float)):
+        float_step = None
+    place = name if "/" in name else "path/to/this/folder"
+    facts = facts_of_run(
+        config,
+        state["step"],
+        metrics,
+        metrics_in(in_float),
+        float_step,
+        read_as(Choice | None, state.get("choice"), str(folder / STATE_NAME), "choice"),
+        training,
     )
-    source = dataset.get("dataset_name") or dataset.get("dataset_type")
-    sections = [
-        f"# {data.model_name}",
-        f"{'Fine-tuned' if is_trained else 'Quantized'}{origin}{f' on {source}' if source else ''} with "
-        f"Mixture-of-Quantization (moq_hf): {_made(found)}",
-        f"## Use\n\n{_loading(place, folder, found, model)}",
-        _results(metrics, before, found.state),
-        f"## Size\n\n{_sizes(found)}",
-        _proof(found),
-        f"## Bits per layer\n\n<details><summary>The table</summary>\n\n{markdown_table(found.rows())}\n\n</details>",
-        f"## How it was made\n\n{_making(found.state, training or {})}",
-    ]
+    text = rendered(
+        "card.md",
+        data=data,
+        source=dataset.get("dataset_name") or dataset.get("dataset_type"),
+        **facts | facts_of_folder(found, folder, place, model),
+    )
     path = folder / "README.md"
-    ModelCard(
-        f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n"
-    ).save(path)
+    ModelCard(f"{text}\n").save(path)
     return path
+
+
+def _complete(
+    data: ModelCardData, found: Verification, kind: str | None, metrics: list[str]
+) -> None:
+    """Fill in the metadata that follows from the folder."""
+    data.library_name = "sentence-transformers" if kind else "transformers"
+    data.pipeline_tag = data.pipeline_tag or PIPELINES.get(kind)
+    # A folder that was saved without a run's controller has no step.
+    tags = TAGS[:1] if found.state["step"] is None else TAGS
+    data.tags = list(dict.fromkeys([*tags, _method(found), *(data.tags or [])]))
+    if data.base_model:
+        data["base_model_relation"] = "finetune"
+    data.metrics = [metric for metric in metrics if metric != "loss"] or None
+
+
+def _method(found: Verification) -> str:
+    """The quantization method that loads the packed weights; it is also a tag on the Hub."""
+    layout: Layout = found.state["layout"]
+    return LAYOUTS[layout].method
+
+
+def facts_of_run(
+    config: MoQConfig,
+    step: int | None,
+    metrics: Mapping[str, float],
+    in_float: Mapping[str, float],
+    float_step: int | None,
+    choice: Choice | None,
+    training: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Collect what the template `body.md` says about a run.
+
+    Args:
+        config: The config of the run.
+        step: Optimizer steps taken; None if the model was quantized without training.
+        metrics: Metrics of the quantized model.
+        in_float: Metrics of the float model to compare it with.
+        float_step: The last step of the float phase; None if there was none.
+        choice: The bits that were chosen under a budget; None without a budget.
+        training: Hyperparameters.
+    """
+    share = config.offset if float_step and isinstance(config.offset, float) else None
+    recipe = config if share is None else before_float(config)
+    return {
+        "found": None,
+        "config": config,
+        "step": step,
+        "metrics": metrics,
+        "in_float": in_float,
+        "before": float_after(float_step, step),
+        "share": share,
+        "choice": choice,
+        "training": training or {},
+        "changed": recipe.changed(),
+    }
+
+
+def facts_of_folder(
+    found: Verification, folder: Path, place: str, model: Any = None
+) -> dict[str, Any]:
+    """Collect what the templates `card.md` and `body.md` say about a packed checkpoint.
+
+    Args:
+        found: Its layers and its proof.
+        folder: Its path.
+        place: Its name in the code that loads it.
+        model: The model in memory; None: an adapter is looked for in the folder.
+    """
+    layers = found.layers.values()
+    kinds = {_KINDS.get(layer.kind, "linear layers") for layer in layers}
+    widths = sorted({layer.bits for layer in layers})
+    with_codes = [layer for layer in layers if layer.has_codes]
+    formats = {layer.format for layer in with_codes}
+    facts: dict[str, Any] = {
+        "found": found,
+        "kinds": sorted(kinds, reverse=True),
+        "widths": ["float" if bits == FLOAT_BITS else bits for bits in widths],
+        "codes": sorted("integers" if f == "int" else f.upper() for f in formats),
+        "all_have_codes": len(with_codes) == len(layers),
+        "method": _method(found),
+    }
+    if found.loads_by_hand:
+        return facts
+    needs = dict(found.state["needs"])
+    cls, code = how_to_load(found, folder, place, model)
+    module = "the_module_that_defines_it"
+    if loads_as(folder):
+        module = LIBRARY
+        needs["sentence-transformers"] = LEAST
+    elif hasattr(transformers, cls):
+        module = "transformers"
+    if _adapter_in(folder, model) is not None:
+        needs["peft"] = _LEAST_PEFT
+    return facts | {"needs": needs, "module": module, "cls": cls, "code": code}
 
 
 def write_run_card(
@@ -156,15 +216,15 @@ def write_run_card(
     found: Verification | None = None,
     **given: Any,
 ) -> None:
-    """Write the card with what the stock card knows of a run: base model, task, data set, arguments.
+    """Write the card with what the Trainer's own card says about a run: base model, task, data set, arguments.
 
     Args:
         directory: The packed checkpoint.
         run: The Trainer, or an object with its `args`, `model`, `state`,
             `train_dataset` and `eval_dataset`.
-        *args: What `Trainer.create_model_card` takes.
+        *args: Arguments of `Trainer.create_model_card`.
         found: As for `write_card`.
-        **given: What `Trainer.create_model_card` takes.
+        **given: Arguments of `Trainer.create_model_card`.
 
     Raises:
         MoQError: The checkpoint is damaged.
@@ -172,7 +232,7 @@ def write_run_card(
     known = training_summary(run, *args, **given)
     tag = _first(known.dataset_tags)
     data = ModelCardData(
-        # The Trainer adds the user's name to the id in its arguments.
+        # The Trainer's own id has the user's name in front.
         model_name=getattr(run, "hub_model_id", None)
         or run.args.hub_model_id
         or known.model_name,
@@ -190,7 +250,7 @@ def write_run_card(
     }
     training = known.hyperparameters
     if "optimizer" in training:
-        # The stock text names a member of an enumeration.
+        # The Trainer's own text shows a member of an enumeration.
         training["optimizer"] = OptimizerNames(run.args.optim).value
     write_card(
         directory,
@@ -207,89 +267,13 @@ def _first(value: Any) -> str | None:
     return str(first) if first else None
 
 
-def _made(saved: Verification) -> str:
-    """Say what was quantized, to how many bits, and how that is stored."""
-    layers = saved.layers.values()
-    names = {"embedding": "embedding tables", "conv": "convolutions"}
-    what = sorted(
-        {names.get(layer.kind, "linear layers") for layer in layers}, reverse=True
-    )
-    widths = sorted({layer.bits for layer in layers})
-    bits = ["float" if width == FLOAT_BITS else str(width) for width in widths]
-    codes = {
-        "integers" if layer.format == "int" else layer.format.upper()
-        for layer in layers
-        if layer.has_codes
-    }
-    stored = f"packed {' and '.join(sorted(codes))} in the format `{_format(saved)}`"
-    if not all(layer.has_codes for layer in layers):
-        stored += ", or floats on their grid; see the table"
-    now, before = megabytes(saved.file_bytes), megabytes(saved.float_bytes)
-    how = "" if saved.state["step"] is None else " while it trained,"
-    return (
-        f"the weights of its {' and '.join(what)} were quantized{how} to {' and '.join(bits)} bits. "
-        f"{saved.coverage()} are quantized, which makes {saved.mean_bits:.2f} bits per parameter over the whole model. "
-        f"The quantized weights are {stored}: {now} instead of {before} in all."
-        f"{_inputs(saved)}"
-    )
-
-
-def _format(saved: Verification) -> str:
-    """What loads the packed weights, which is the name of a tag."""
-    layout: Layout = saved.state["layout"]
-    return LAYOUTS[layout].method
-
-
-def _inputs(saved: Verification) -> str:
-    """Say what the folder computes with where training rounded the inputs of layers."""
-    config = MoQConfig.from_dict(saved.state["config"])
-    activations = config.activations
-    step = saved.state["step"]
-    has_begun = step is None or step >= activations.start_step
-    if not activations.enabled or not has_begun:
-        return ""
-    rounded = f"inputs rounded to {activations.bits} bits ({activations.scale})"
-    if saved.state["rounds_inputs"]:
-        return f" It computes with {rounded}."
-    return f" Training saw {rounded}, for an export; here inputs are floats."
-
-
-def _loading(name: str, folder: Path, saved: Verification, model: Any) -> str:
-    if saved.loads_by_hand:
-        return _BY_HAND
-    cls, code = how_to_load(saved, folder, name, model)
-    module = "the_module_that_defines_it"
-    libraries = dict(saved.state["needs"])
-    if loads_as(folder):
-        module = LIBRARY
-        libraries["sentence-transformers"] = LEAST
-    elif hasattr(transformers, cls):
-        module = "transformers"
-    imports = [f"from {module} import {cls}"]
-    if _adapter_of(model) is not None:
-        imports.insert(0, "from peft import PeftModel")
-        libraries["peft"] = _LEAST_PEFT
-    if saved.proof is not None and saved.proof.autocast is not None:
-        code += (
-            f"\n\nwith torch.autocast(model.device.type, dtype=torch.{saved.proof.autocast}):"
-            "\n    outputs = model(**inputs)"
-        )
-    if "torch." in code:
-        imports.insert(0, "import torch")
-    if "fnmatch(" in code:
-        imports.insert(0, "from fnmatch import fnmatch\n")
-    needs = " ".join(f'"{library}>={least}"' for library, least in libraries.items())
-    text = _BY_TRANSFORMERS.format(
-        imports="\n".join(imports), code=code, needs=needs or "transformers"
-    )
-    if saved.state["layout"] == "packed":
-        text += _TO_TRAIN_ON
-    return text
-
-
-def _adapter_of(model: Any) -> str | None:
-    """Where in its folder a model has the adapter that it answers with; None without one beside it."""
-    if model is None or without_peft(model) is model or is_merged(model):
+def _adapter_in(folder: Path, model: Any) -> str | None:
+    """The subfolder of the active PEFT adapter; None if the folder has none that must be loaded with it."""
+    if model is None:
+        files = sorted((folder / ADAPTER).rglob("adapter_config.json"))
+        places = [path.parent.relative_to(folder).as_posix() for path in files]
+        return places[0] if places else None
+    if without_peft(model) is model or is_merged(model):
         return None
     return active_adapter(model)
 
@@ -297,126 +281,56 @@ def _adapter_of(model: Any) -> str | None:
 def how_to_load(
     saved: Verification, folder: Path, name: str, model: Any = None
 ) -> tuple[str, str]:
-    """The class that loads a folder, of Sentence Transformers or of transformers, and the code that does.
+    """The class of transformers or Sentence Transformers that loads a folder, and the code that does.
 
-    The code is what the proof has run.
+    The proof has run this code.
 
     Args:
-        saved: What is in the folder, and how it was proven.
-        folder: With its `config.json`.
+        saved: The layers in the folder and their proof.
+        folder: The folder, with its `config.json`.
         name: The folder's name in the code.
-        model: The model in memory, whose adapters lie in the folder.
+        model: The model in memory; None: an adapter is looked for in the folder.
 
     Returns:
         The name of the class, and lines that give a variable `model`.
     """
     proof = saved.proof
-    attention = None if proof is None else proof.attention
-    kind = loads_as(folder)
-    if kind is None:
-        cls, load = _transformers_line(folder, name, attention)
-    elif attention is None:
-        cls, load = kind, f"{kind}({quoted(name)})"
+    given = {}
+    if proof is not None and proof.attention is not None:
+        given["attn_implementation"] = proof.attention
+    cls = loads_as(folder)
+    if cls is not None:
+        load = _call(cls, name, {"model_kwargs": given} if given else {})
     else:
-        settings = {"attn_implementation": attention}
-        cls, load = kind, f"{kind}({quoted(name)}, model_kwargs={settings})"
-    adapter = _adapter_of(model)
+        cls, is_in_folder = _class_of(folder)
+        trust = {"trust_remote_code": True} if is_in_folder else {}
+        load = _call(f"{cls}.from_pretrained", name, given | trust)
+    adapter = _adapter_in(folder, model)
     if adapter is not None:
         load = f"PeftModel.from_pretrained({load}, {quoted(name)}, subfolder={quoted(adapter)})"
-    if proof is None or proof.dtype is None:
-        return cls, f"model = {load}"
-    dtype = f"torch.{proof.dtype}"
-    is_packed = saved.state["layout"] == "packed"
-    if not proof.kept and not is_packed:
-        return cls, f"model = {load}.to({dtype})"
-    lines = [f"model = {load}"]
-    if is_packed:
-        lines.append("model(**inputs)  # the first call unpacks the weights")
-    if not proof.kept:
-        return cls, "\n".join([*lines, f"model.to({dtype})"])
-    lines += [
-        f"kept = {list(proof.kept)}",
-        "for name, tensor in [*model.named_parameters(), *model.named_buffers()]:",
-        "    if tensor.is_floating_point() and not any(fnmatch(name, pattern) for pattern in kept):",
-        f"        tensor.data = tensor.data.to({dtype})",
-    ]
-    return cls, "\n".join(lines)
+    code = rendered(
+        "load.txt",
+        load=load,
+        dtype=proof and proof.dtype,
+        kept=list(proof.kept) if proof else [],
+        is_packed=saved.state["layout"] == "packed",
+    )
+    return cls, code
 
 
-def _transformers_line(folder: Path, name: str, attention: Any) -> tuple[str, str]:
-    """The class of transformers that loads a folder, and the expression that does."""
-    arguments = quoted(name)
-    if attention is not None:
-        arguments += f", attn_implementation={attention!r}"
+def _call(function: str, place: str, given: Mapping[str, Any]) -> str:
+    """A call with a path and keyword arguments, as Python code."""
+    arguments = [quoted(place), *(f"{key}={value!r}" for key, value in given.items())]
+    return f"{function}({', '.join(arguments)})"
+
+
+def _class_of(folder: Path) -> tuple[str, bool]:
+    """The class of transformers that loads a folder, and whether the folder itself defines the model."""
     config = read_json(folder / "config.json")
-    # The class that was proven: that of `AutoModel` may have no head, or another one.
+    # The proof has loaded this class; an auto class may give no head, or another one.
     cls = config["architectures"][0]
     for auto, code in config.get("auto_map", {}).items():
-        # The code lies in the folder: nothing can import the class from elsewhere.
+        # A class that is defined in the folder can only be imported by its auto class.
         if str(code).endswith(f".{cls}"):
-            return auto, f"{auto}.from_pretrained({arguments}, trust_remote_code=True)"
-    return cls, f"{cls}.from_pretrained({arguments})"
-
-
-def _results(
-    metrics: Mapping[str, float], before: Mapping[str, float], state: Mapping[str, Any]
-) -> str:
-    teacher = state["config"]["distillation"]["teacher"]
-    rows = metric_rows(metrics, before, float_after(_phase_end(state), state["step"]))
-    notes = [markdown_table(rows)] if metrics else []
-    if teacher is not None:
-        whose = "whose scores are those of float above" if before else "not scored here"
-        notes.append(f"It learned from the float model `{teacher}`, {whose}.")
-    elif not before and metrics:
-        notes.append("No float model was evaluated beside this one.")
-    return "\n\n".join(["## Evaluation", *notes]) if notes else ""
-
-
-def _phase_end(state: Mapping[str, Any]) -> int | None:
-    """The last step of the float phase, which its metrics name; None in a run without one."""
-    step = state["float_metrics"].get("step")
-    # A line of the log of another run has a step too.
-    has_phase = isinstance(step, int) and isinstance(
-        MoQConfig.from_dict(state["config"]).offset, float
-    )
-    return step if has_phase else None
-
-
-def _sizes(saved: Verification) -> str:
-    lines = saved.totals()
-    for name, layer in saved.layers.items():
-        if layer.tied:
-            others = " and ".join(f"`{other}`" for other in layer.tied)
-            lines.append(f"{others}: the weight of `{name}`, which is stored once.")
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _proof(saved: Verification) -> str:
-    reason = saved.state["reason"]
-    lines = [f"{saved.proof}."] if saved.proof is not None else []
-    lines += [f"Why not packed otherwise: {reason}."] if reason else []
-    return "\n\n".join(["## Proof", *lines]) if lines else ""
-
-
-def _making(state: Mapping[str, Any], training: Mapping[str, Any]) -> str:
-    versions = ", ".join(
-        f"{name} {version}" for name, version in state["versions"].items()
-    )
-    steps = {} if state["step"] is None else {"optimizer steps": state["step"]}
-    settings = {**steps, **training, "versions": versions}
-    listed = "\n".join(f"- {name}: {value}" for name, value in settings.items())
-    config = MoQConfig.from_dict(state["config"])
-    recipe = 'MoQTrainer(..., moq_config="moq.json")'
-    if _phase_end(state):
-        recipe = (
-            f'MoQTrainer(..., moq_config="moq.json", float_first={config.offset:g})'
-        )
-        config = before_float(config)
-    elif config.distillation.teacher is None:
-        recipe = f'Trainer(..., callbacks=[MoQCallback("moq.json")])` or as `{recipe}'
-    return (
-        "The quantization's configuration, `moq.json`; the other keys have their defaults:\n\n"
-        f"```json\n{json.dumps(config.changed(), indent=2)}\n```\n\n"
-        f"Train with it: `{recipe}`.\n\n{listed}\n\n"
-        "`moq_state.json` holds every switch of precision with its step; `moq-hf inspect` verifies the files."
-    )
+            return auto, True
+    return cls, False

@@ -1,4 +1,4 @@
-"""What a run says: what is quantized, what a user should know, what switched, and how a checkpoint's run goes on."""
+"""The sentences of a run: what it quantizes, what to know beforehand, each switch, how it resumes and how it ends."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,26 +24,37 @@ from .resume import describe
 def summary(
     inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSizes
 ) -> str:
-    """One line: what is quantized and what is left alone, and why if neither the config nor its place says so.
+    """Say in one line what is quantized and what is left in float, with the reasons that the config does not show.
 
     Args:
-        inventory: With the layers that the config quantizes.
-        config: What will be done to them.
-        blocks: How many there are.
-        sizes: Of the model.
+        inventory: The layers that the config quantizes, and those that it leaves out.
+        config: The config of the run.
+        blocks: The number of blocks.
+        sizes: The sizes of the model.
     """
-    left: dict[str, list[str]] = {}
-    for name, reason in inventory.left_out.items():
-        why = "left in float"
-        if reason is not None:
-            why += f", {reason.removeprefix('has ')}"
-        left.setdefault(why, []).append(name)
-    if inventory.adapters and not inventory.merged:
-        left.setdefault("left in float", []).append("PEFT's adapters")
-    told = {why: shortened(names, MOST_FAULTS) for why, names in left.items()}
-    for text in _left_of_kinds(inventory, config, sizes):
-        before = told.get("left in float")
-        told["left in float"] = f"{before}, and {text}" if before else text
+    parts = [_layers_in_words(inventory, config, blocks)]
+    if config.has_row_groups and any(map(is_convolution, inventory.layers.values())):
+        parts.append("convolutions have one scale per channel")
+    if inventory.embeddings:
+        tables = counted(len(inventory.embeddings), "embedding table")
+        parts.append(f"{tables} to {inventory.table_bits} bits")
+    for name, owner in inventory.tied.items():
+        parts.append(f"{name} shares the weight of {owner}")
+    activations = config.activations
+    if activations.enabled:
+        begin = activations.start_step
+        after = f" after {begin} steps" if begin else ""
+        parts += [
+            f"the inputs of linear layers to {activations.bits} bits ({activations.scale}){after}",
+            f"the delivered folder computes with {delivery.inputs_in_words(inventory, config)}",
+        ]
+    parts.append(f"quantized: {sizes.coverage}")
+    parts += _left_in_float(inventory, config, sizes) or ["no layer is left out"]
+    return "; ".join(parts)
+
+
+def _layers_in_words(inventory: Inventory, config: MoQConfig, blocks: int) -> str:
+    """Count the layers that are quantized, and say to how many bits."""
     convolutions = sum(map(is_convolution, inventory.layers.values()))
     counts = {
         "linear layer": len(inventory.layers) - convolutions,
@@ -52,37 +63,30 @@ def summary(
     }
     what = " and ".join(counted(n, kind) for kind, n in counts.items() if n)
     go = "goes" if sum(counts.values()) == 1 else "go"
-    parts = [
-        f"{what} in {counted(blocks, 'block')} {go} {'from' if config.falls else 'to'} {config.span_in_words}"
-    ]
-    if convolutions and config.has_row_groups:
-        parts.append("convolutions have one scale per channel")
-    if inventory.embeddings:
-        parts.append(
-            f"{counted(len(inventory.embeddings), 'embedding table')} to {inventory.table_bits} bits"
-        )
-    parts += [
-        f"{name} shares the weight of {owner}" for name, owner in inventory.tied.items()
-    ]
-    activation = config.activations
-    if activation.enabled:
-        parts.append(
-            f"the inputs of linear layers to {activation.bits} bits ({activation.scale})"
-            + (f" after {activation.start_step} steps" * (activation.start_step > 0))
-        )
-        computed = delivery.inputs_in_words(inventory, config)
-        parts.append(f"the delivered folder computes with {computed}")
-    parts.append(f"quantized: {sizes.coverage}")
-    parts += [f"{why}: {what}" for why, what in told.items()] or [
-        "no layer is left out"
-    ]
-    return "; ".join(parts)
+    way = "from" if config.falls else "to"
+    return f"{what} in {counted(blocks, 'block')} {go} {way} {config.span_in_words}"
+
+
+def _left_in_float(
+    inventory: Inventory, config: MoQConfig, sizes: ModelSizes
+) -> list[str]:
+    """Say what stays in float, in one sentence for each reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in inventory.left_out.items():
+        why = f", {reason.removeprefix('has ')}" if reason else ""
+        names.setdefault(why, []).append(name)
+    if inventory.adapters and not inventory.merged:
+        names.setdefault("", []).append("PEFT's adapters")
+    told = {why: [shortened(alike, MOST_FAULTS)] for why, alike in names.items()}
+    for text in _left_of_kinds(inventory, config, sizes):
+        told.setdefault("", []).append(text)
+    return [f"left in float{why}: {', and '.join(what)}" for why, what in told.items()]
 
 
 def _left_of_kinds(
     inventory: Inventory, config: MoQConfig, sizes: ModelSizes
 ) -> Iterator[str]:
-    """Which weights of other modules than linear layers are left in float, how much they are, and what can be done."""
+    """Say which modules that are not linear layers stay in float, how large they are, and how to quantize them."""
     known = {*inventory.embeddings, *inventory.tied}
     could = inventory.tables.keys() - known
     if any("embedding" in NAMED[n].without for n in config.serve):
@@ -100,12 +104,12 @@ def _left_of_kinds(
 
 
 def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list[str]:
-    """What a user should know before the first step.
+    """Collect what a user should know before the first step.
 
     Args:
-        inventory: With the layers that the config quantizes.
-        config: What will be done to them.
-        sizes: Of the model.
+        inventory: The layers that the config quantizes.
+        config: The config of the run.
+        sizes: The sizes of the model.
     """
     notes = []
     if sizes.share < 0.5:
@@ -113,7 +117,7 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
     devices: set[torch.device] = {
         layer.weight.device for layer in inventory.layers.values()
     }
-    # On a CUDA device the kernels say themselves what keeps them from running.
+    # On a CUDA device the kernels themselves say why they cannot run.
     if config.kernel and not all(
         device.type == "cuda" or triton_launch.available(device) for device in devices
     ):
@@ -145,7 +149,7 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
 
 
 def switch_in_words(switch: Switch, target_bits: int, offset: int) -> str:
-    """A sentence on one block's change of precision.
+    """Say how the precision of a block changed, and when it changes next.
 
     >>> switch_in_words(Switch(6, "layer.1", 5, 4, 8, 1, None), target_bits=3, offset=2)
     'step 6: layer.1 goes from 5 to 4 bits, and drops next after step 10'
@@ -177,14 +181,15 @@ def notes_on_resuming(
     teacher: int | None,
     spell: Speller,
 ) -> Iterable[str]:
-    """What is other than before in a run that goes on from a checkpoint made with MoQ.
+    """Say what has changed since the checkpoint from which a run resumes.
 
     Args:
-        step: The checkpoint's.
-        saved_at: The last step that it was trained with MoQ.
-        changed: What changed in the config.
-        teacher_before: The fingerprint of the teacher that it had.
-        teacher: That of the one given now.
+        step: The step of the checkpoint.
+        saved_at: The last step that was trained with MoQ.
+        changed: Key of the config to its values before and now.
+        teacher_before: The fingerprint of the teacher of the checkpoint; None without
+            one.
+        teacher: The fingerprint of the teacher now.
         spell: Gives the name of a key by its path.
     """
     if changed:
@@ -205,12 +210,12 @@ def standing(
     steps: int,
     eigenvalues: Mapping[str, float] | None = None,
 ) -> str:
-    """Where a run stands that goes on, and what is still to come.
+    """Say where a resumed run stands, and which drops are still to come.
 
     Args:
-        schedule: As it goes on.
-        steps: Optimizer steps of the run that it counts.
-        eigenvalues: Those last measured.
+        schedule: The schedule, with its state loaded.
+        steps: Optimizer steps of the whole run.
+        eigenvalues: The last eigenvalue of each block that was measured.
 
     >>> config = MoQConfig(bits=4, start_bits=6, period=2)
     >>> schedule = PrecisionSchedule(config, ["layer.0", "layer.1"])
@@ -221,14 +226,14 @@ def standing(
     now = f"at step {schedule.steps:,} of {steps:,}: {blocks_in_words(schedule.bits)}"
     if schedule.targets is None:
         return f"{now}; what each block ends with is chosen at step {schedule.offset:,}"
-    # Of several blocks, the last one counts.
+    # Bits are reached when the last block reaches them.
     coming = {switch.bits: switch.step for switch in schedule.forecast(eigenvalues)}
     parts = [f"{bits} bits at step {step:,}" for bits, step in coming.items()]
     return f"{now}; still to come: {', '.join(parts) or 'nothing'}"
 
 
 def blocks_in_words(bits: Mapping[str, int]) -> str:
-    """How many blocks are at how many bits.
+    """Count the blocks at each number of bits.
 
     >>> blocks_in_words({"a": 4, "b": 32, "c": 4})
     '1 block in float, 2 blocks at 4 bits'
@@ -243,12 +248,12 @@ def blocks_in_words(bits: Mapping[str, int]) -> str:
 def arrival(
     bits: Mapping[str, int], history: Iterable[Switch], planned: Sequence[int]
 ) -> str:
-    """That every block is at its target, since when, and whether that was planned.
+    """Say when the last block reached its target, and whether that was planned.
 
     Args:
         bits: Block name to bits.
-        history: Every switch of the run, those before it was resumed too.
-        planned: The steps by which blocks were to be at their targets.
+        history: Every switch of the run, including those before it was resumed.
+        planned: The steps by which the plan has blocks at their targets.
 
     >>> arrival({"a": 4, "b": 4}, [Switch(5, "a", 5, 4, 9, 1, None), Switch(7, "b", 5, 4, 9, 1, None)], [5, 7])
     'All 2 blocks reached 4 bits at step 7, as planned.'
@@ -271,13 +276,13 @@ def arrival(
 def ended_early(
     bits: Mapping[str, int], config: MoQConfig, steps: int, best: bool
 ) -> str:
-    """That training is over before the target was reached everywhere.
+    """Say that training ended before every block was at its target, and what follows from that.
 
     Args:
         bits: Block name to bits.
-        config: What was to be reached.
-        steps: Optimizer steps that were taken.
-        best: Whether the best checkpoint was to be loaded.
+        config: The config of the run.
+        steps: Optimizer steps taken.
+        best: Whether the run was to load its best checkpoint.
     """
     text = f"training ended at step {steps:,}, before every block was at {config.target_in_words}"
     if config.blend.enabled:
@@ -293,7 +298,7 @@ def ended_early(
 
 
 def loss_in_words(config: DistillationConfig) -> str:
-    """What the loss is made of with a teacher, and where its parts are logged.
+    """Say which parts the loss has with a teacher, and under which names they are logged.
 
     >>> print(loss_in_words(DistillationConfig(hidden=0.5)))
     1 x the task's own (moq/loss_task) + 1 x the teacher's logits (moq/loss_logits) + 0.5 x its hidden states \

@@ -383,7 +383,7 @@ def test_the_saved_state_has_the_whole_history(finished: Any) -> None:
     assert [switch[0] for switch in saved["history"]] == [2] * 3 + [4] * 3 + [6] * 3 + [10] * 3
     page = write_report(folder).read_text()
     mean = f"{over_the_model(3, finished.model):.2f}"
-    assert re.search(rf"mean bits, whole model +{mean}\n", page) and re.search(r"precision +6 to 3 bits\n", page)
+    assert f"<p>6 to 3 bits, 16 optimizer steps; {mean} bits per parameter over the whole model; 72.1 % of" in page
     assert saved["float_size_mb"] == sum(p.numel() for p in finished.model.parameters()) * 4 / 1e6
 
 
