@@ -282,7 +282,7 @@ def _loading(name: str, folder: Path, saved: Verification, model: Any) -> str:
     text = _BY_TRANSFORMERS.format(
         imports="\n".join(imports), code=code, needs=needs or "transformers"
     )
-    if saved.state["layout"] == "packed":
+    if LAYOUTS[saved.state["layout"]].is_left_packed:
         text += _TO_TRAIN_ON
     return text
 
@@ -326,7 +326,7 @@ def how_to_load(
     if proof is None or proof.dtype is None:
         return cls, f"model = {load}"
     dtype = f"torch.{proof.dtype}"
-    is_packed = saved.state["layout"] == "packed"
+    is_packed = LAYOUTS[saved.state["layout"]].is_left_packed
     if not proof.kept and not is_packed:
         return cls, f"model = {load}.to({dtype})"
     lines = [f"model = {load}"]
