@@ -10,7 +10,7 @@ from torch import nn
 
 from ..schedule import FLOAT_BITS
 from ..weight_matrix import is_experts
-from ..weight_spec import FLOAT, MAX_PACKED_BITS, SharedScheme, WeightSpec
+from ..weight_spec import DENSE, FLOAT, MAX_PACKED_BITS, SharedScheme, WeightSpec
 from .stored import Form
 
 
@@ -51,6 +51,12 @@ class LayoutSpec:
     def has_own_method(self) -> bool:
         """True if transformers does not load it by compressed-tensors."""
         return self.method != "compressed-tensors"
+
+    @property
+    def is_left_packed(self) -> bool:
+        """True if modules hold codes after loading, which the model's first call unpacks."""
+        has_codes = self.forms[0].name != DENSE
+        return has_codes and not (self.unpacks or self.has_own_method)
 
     def comes_first(self, model_type: str, specs: Collection[WeightSpec]) -> bool:
         """True if a model gets this layout where none is asked for."""

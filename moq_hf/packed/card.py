@@ -257,6 +257,7 @@ def write_run_card(
         data,
         dataset=dataset,
         training=training,
+        is_left_packed=LAYOUTS[found.state["layout"]].is_left_packed,
         found=found,
         model=run.model,
     )
@@ -313,7 +314,7 @@ def how_to_load(
         load=load,
         dtype=proof and proof.dtype,
         kept=list(proof.kept) if proof else [],
-        is_packed=saved.state["layout"] == "packed",
+        is_packed=LAYOUTS[saved.state["layout"]].is_left_packed,
     )
     return cls, code
 

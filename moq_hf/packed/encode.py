@@ -271,7 +271,8 @@ class Encoder:
             group=None if encoded.scheme is None else self._group(name, encoded.scheme),
             grid_text=encoded.grid,
         )
-        if spec.stored == "int8" and layer.kind == "embedding":
+        is_table = spec.has_codes and spec.kind == "embedding"
+        if is_table and not FORMS[spec.stored].stays_packed:
             parts |= int_quantized.unsaved_buffers(name, layer.module)
         return parts
 

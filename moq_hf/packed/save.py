@@ -874,7 +874,7 @@ def _warn(
             "moq_hf: %s holds floats on the grid, not packed: %s", target, reason
         )
     elif reason is not None:
-        way = "unpacked" if encoder.layout == "unpacked" else "left packed"
+        way = "unpacked" if LAYOUTS[encoder.layout].unpacks else "left packed"
         # The rest is the text of an error, which would read as one of the run.
         tried = reason.partition(" (")[0]
         logger.warning(
