@@ -188,6 +188,7 @@ def facts_of_folder(
     formats = {layer.format for layer in with_codes}
     facts: dict[str, Any] = {
         "found": found,
+        "is_left_packed": LAYOUTS[found.state["layout"]].is_left_packed,
         "kinds": sorted(kinds, reverse=True),
         "widths": ["float" if bits == FLOAT_BITS else bits for bits in widths],
         "codes": sorted("integers" if f == "int" else f.upper() for f in formats),
@@ -257,7 +258,6 @@ def write_run_card(
         data,
         dataset=dataset,
         training=training,
-        is_left_packed=LAYOUTS[found.state["layout"]].is_left_packed,
         found=found,
         model=run.model,
     )
