@@ -239,8 +239,8 @@ def after_training(trainer: Any, run: Run, bits: int, groups: str, grouping: Map
 
 def mean_bits(layers: Collection[Any]) -> float:
     """Bits per quantized weight, whatever the rest of the model is."""
-    bits = sum(layer.weight.numel() * layer.moq.bits for layer in layers)
-    return bits / sum(layer.weight.numel() for layer in layers)
+    bits = sum(layer.float_weight.numel() * layer.moq.bits for layer in layers)
+    return bits / sum(layer.float_weight.numel() for layer in layers)
 
 
 def identity_of(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -256,7 +256,7 @@ def used(report: "Report", dtype: torch.dtype | None, moq: MoQConfig | None = No
         arm.step([batch])
         after, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     layers = {} if arm.controller is None else arm.controller.layers
-    return Used(after - before, peak - before, sum(layer.weight.numel() for layer in layers.values()))
+    return Used(after - before, peak - before, sum(layer.float_weight.numel() for layer in layers.values()))
 
 
 def held() -> int:

@@ -156,6 +156,15 @@ def _report(directory: str, out: str | None = None) -> None:
     print(write_report(directory, out))
 
 
+def _layout(text: str) -> str:
+    from .formats.table import LAYOUTS
+
+    if text not in LAYOUTS:
+        error = f"must be one of {', '.join(LAYOUTS)}, got {show(text)}"
+        raise argparse.ArgumentTypeError(error)
+    return text
+
+
 def _add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
@@ -165,9 +174,9 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="the folder to make")
     parser.add_argument(
         "--layout",
-        choices=("packed", "unpacked", "floats", "gemma", "mxfp4"),
-        help="how the weights lie in the files; default: what loads; gemma: transformers' own 2, 4 and 8 bits, which "
-        "stay packed in memory, for transformers >= 5.23 alone",
+        type=_layout,
+        help="how the weights lie in the files: packed, unpacked, floats, gemma (transformers' own 2, 4 and 8 bits, "
+        "which stay packed in memory, for transformers >= 5.23 alone) or mxfp4; default: what loads",
     )
 
 

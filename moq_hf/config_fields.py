@@ -6,7 +6,7 @@ and the JSON Schema are made from the fields.
 
 import copy
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import (
     TYPE_CHECKING,
@@ -24,9 +24,11 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    GetPydanticSchema,
     PlainSerializer,
 )
 from pydantic.dataclasses import dataclass
+from pydantic_core.core_schema import literal_schema
 
 from .dialect import word
 from .errors import either, show, show_key
@@ -44,6 +46,7 @@ from .grid import (
     ScaleDtype,
     Search,
 )
+from .servers import NAMED
 
 T = TypeVar("T")
 
@@ -60,6 +63,13 @@ DEFAULT_CHOICES = (2, 3, 4, 8)
 # Types of values; the title is how an error says what is legal.
 Flag = Annotated[bool, Field(strict=True, title="true or false")]
 Text = Annotated[str, Field(strict=True, min_length=1, title="text")]
+
+
+def one_of(names: Iterable[str]) -> GetPydanticSchema:
+    """What annotates a text that is one of these names."""
+    return GetPydanticSchema(lambda *_: literal_schema([*names]))
+
+
 Positive = Annotated[
     int, Field(strict=True, ge=1, le=LARGEST, title="a whole number from 1")
 ]
@@ -495,9 +505,7 @@ class ConfigFields:
         ),
     ] = True
     serve: Annotated[
-        tuple[
-            Literal["transformers", "vllm", "sglang", "llama.cpp", "onnxruntime"], ...
-        ],
+        tuple[Annotated[str, one_of(NAMED)], ...],
         FailFast(),
         key(
             "who is to run what is delivered: what one of them cannot take is an error before the first step"

@@ -51,7 +51,7 @@ def makes_state(function: _Function) -> _Function:
     return torch.inference_mode(False)(without_graph)
 
 
-# A `LayerState`, and a `QuantLayer` with one: both are defined with the help of this
+# A `LayerState`, and a `QuantizedWeight` with one: both are defined with the help of this
 # module.
 State = Any
 Layer = Any
@@ -340,7 +340,7 @@ class PassWeights:
         for number, block in enumerate(blocks):
             for layer in block:
                 state = layer.moq
-                weight = layer.parameter("weight")
+                weight = layer.float_weight
                 # What the last pass made for nothing, this one does not make.
                 if state.awaits_call or not state.may_be_made_ahead(weight):
                     continue
@@ -416,8 +416,8 @@ class PassWeights:
         for block in blocks:
             for layer in block:
                 state = layer.moq
-                weight = layer.parameter("weight")
-                if weight is not None and state.may_be_traced_ahead(weight):
+                weight = layer.float_weight
+                if state.may_be_traced_ahead(weight):
                     dtype = state.next_dtype(weight)
                     by_dtype.setdefault(dtype, []).append((state, weight.detach()))
         for dtype, those in by_dtype.items():

@@ -65,7 +65,7 @@ def in_forward() -> bool:
 
 
 def in_pre_hook() -> bool:
-    """Whether what runs is a forward pre-hook of a module, or was called by one."""
+    """Whether the caller is a forward pre-hook of a module, or was called by one."""
     called: Any = None
     for frame in frames():
         if frame.f_code is MODULE_CALL:
@@ -117,6 +117,11 @@ class LayerState:
         was_taken: Whether the layer took what was last made ahead.
         awaits_call: Whether the last pass that made the weight ahead has not called the
             layer; it is not made ahead again until the layer is called.
+        made: Quantized weights of the pass that is under way, where the backward pass is
+            to compute them again.
+        lent: What a hook was given to read, which it may have written to, and what that
+            was made of.
+        ahead: What the operator at the head of a compiled graph gives.
     """
 
     grid: Grid
@@ -141,32 +146,21 @@ class LayerState:
     is_always_called: bool | None = None
     was_taken: bool = False
     awaits_call: bool = False
+    made: list[Tensor] | None = field(default=None, repr=False)
+    lent: tuple[Tensor, Any] | None = field(default=None, repr=False)
+    ahead: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        # Quantized weights of the pass that is under way, where the backward pass is to
-        # compute them again.
-        self.made: list[Tensor] | None = None
-        # What a hook was given to read, which it may have written to, and what that was
-        # made of.
-        self.lent: tuple[Tensor, Any] | None = None
-        # What the operator at the head of a compiled graph gives.
-        self.ahead: Tensor | None = None
         self.number = numbered(self)
         self.numbers = torch.tensor([self.number], device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("made", "lent", "ahead", "number", "numbers")
-        }
+        # Copies are not part of the pass that is under way.
+        return {**vars(self), "made": None, "lent": None, "ahead": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self.__post_init__()
 
     @property
     def precision(self) -> Precision:
@@ -174,7 +168,7 @@ class LayerState:
         return self.grid.at(self.bits)
 
     def read(self, weight: Tensor) -> Tensor:
-        """What reading a parameter gives: in a forward pass the quantized weight, in the parameter's dtype.
+        """Read a parameter: in a forward pass the quantized weight, in the parameter's dtype, elsewhere the parameter.
 
         Each reader gets memory of its own. Only the forward pass of experts, which reads
         their parameters once, gets what the pass holds.
@@ -220,7 +214,7 @@ class LayerState:
     def quantized_weight(
         self, weight: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """What a forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
+        """The weight that a forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
 
         Args:
             weight: The float weight as the pass has it.
@@ -295,7 +289,7 @@ class LayerState:
         return self.fake_quantize(weight, dtype)
 
     def _traced(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a compiled graph multiplies with: of the operator at its head, or of one here for this weight alone."""
+        """The weight that a compiled graph multiplies with, from the operator at its head or from one for it alone."""
         merged = self.merged(weight)
         quantized = self.ahead
         if quantized is None or quantized.dtype != dtype or self.lora:
@@ -329,9 +323,9 @@ class LayerState:
         # Accelerate puts autocast inside of the forward pass.
         return self.read_dtype
 
-    def may_be_made_ahead(self, weight: Tensor | None) -> bool:
+    def may_be_made_ahead(self, weight: Tensor) -> bool:
         """Whether a pass may make the quantized weight when it begins."""
-        if weight is None or self.bits == FLOAT_BITS or self.config.kernel is False:
+        if self.bits == FLOAT_BITS or self.config.kernel is False:
             return False
         # Gradients of a tied weight are added in the order of its uses, and a weight with
         # a graph may be computed anew by a hook.
@@ -339,10 +333,10 @@ class LayerState:
             return False
         return self.may_be_traced_ahead(weight)
 
-    def may_be_traced_ahead(self, weight: Tensor | None) -> bool:
+    def may_be_traced_ahead(self, weight: Tensor) -> bool:
         """Whether a compiled graph may make the quantized weight at its head, whatever the bits are."""
         # Shards are tensors of another class.
-        if weight is None or type(weight) not in (nn.Parameter, Tensor):
+        if type(weight) not in (nn.Parameter, Tensor):
             return False
         return not (self.lora or self.handed_over or weight.is_meta)
 
@@ -352,7 +346,7 @@ class LayerState:
         is_matrix = weight.dim() == 2 and is_in_rows(self.kind)
         matrix = weight if is_matrix else to_rows(weight.detach(), self.kind)
         return triton_quant.Job(
-            matrix, self.grid.at(self.bits), self.ratio, self.seed, self.blend, dtype
+            matrix, self.precision, self.ratio, self.seed, self.blend, dtype
         )
 
     def shaped(self, values: Tensor, weight: Tensor) -> Tensor:
@@ -386,7 +380,7 @@ class LayerState:
         return self.shaped(values, weight)
 
     def sources(self, weight: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What the quantized weight is made of, to be compared, and what keeps the addresses in it from others."""
+        """The parts of the quantized weight, to be compared, and the values that keep their addresses in use."""
         lora = self.lora.parts() if self.lora else ()
         own = weight.detach()
         identity = (

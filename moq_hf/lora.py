@@ -34,7 +34,7 @@ class MergedLora:
     kind: Kind
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the adapted layer computes, which reads its merged weight."""
+        """Compute as the adapted layer does, which reads its merged weight."""
         return self.wrapper._modules[ADAPTED](*args, **kwargs)
 
     def unload(self, merge: bool, **options: Any) -> Any:
@@ -51,7 +51,7 @@ class MergedLora:
         return layer
 
     def parts(self) -> list[Any]:
-        """What a merged weight is made of, beside the weight: scalings and tensors, without a graph."""
+        """The parts of a merged weight beside the weight itself: scalings and tensors, without a graph."""
         return [
             part.detach() if isinstance(part, Tensor) else part
             for lora in active_lora(self.wrapper)
@@ -114,7 +114,7 @@ def merge_adapters(model: nn.Module, merged: bool, adopts: bool = False) -> None
         if not merged:
             wrapper.merge = _refuse_merging
             continue
-        wrapper.forward = lora = MergedLora(wrapper, base.kind)
+        wrapper.forward = lora = MergedLora(wrapper, base.moq_kind)
         wrapper.unload_and_optionally_merge_module = lora.unload
         # Layers that share a weight share its state, and the adapter of the first.
         base.moq.lora = base.moq.lora or lora

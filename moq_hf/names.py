@@ -127,7 +127,7 @@ def adapters(model: nn.Module, merged: bool = False) -> list[str]:
 
 
 def plain_name(name: str, added: Iterable[str]) -> str | None:
-    """What a module or tensor is called in the model before PEFT came; None for what belongs to one of its adapters.
+    """The name of a module or tensor in the model before PEFT came; None for what belongs to one of its adapters.
 
     >>> plain_name("encoder.base_layer.weight", ["encoder.lora_A"])
     'encoder.weight'

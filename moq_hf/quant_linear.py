@@ -1,21 +1,25 @@
-"""`QuantLinear`: a linear layer that computes with a quantized copy of its weight and trains the float one.
+"""`QuantModule`: a module that computes with quantized copies of its weights and trains the float ones.
 
-`QuantConv1D` does the same for GPT-2's transposed linear layers, `QuantEmbedding` for
-an embedding table, one scale per row, and `QuantConv1d` and `QuantConv2d` for
-convolutions, whose weight is a matrix with a row for each output channel,
-`[out_channels, in_channels / groups * kernel]`. `activations` rounds the
-inputs of linear layers alone.
+`QuantLinear` is one for linear layers, `QuantConv1D` for GPT-2's transposed ones,
+`QuantEmbedding` for embedding tables, with one scale per row, and `QuantConv1d` and
+`QuantConv2d` for convolutions, whose weight is a matrix with a row for each output
+channel, `[out_channels, in_channels / groups * kernel]`. Experts get a class that is
+made for them: transformers 5 keeps those of a layer in one module, with parameters of
+three dimensions, `gate_up_proj` and `down_proj`. `activations` rounds the inputs of
+linear layers alone.
 
-A model gets its quantized layers by a change of class, so that parameter objects,
+A model gets quantized modules by a change of class, so that parameter objects,
 state-dict keys, hooks and wrappers (DDP, FSDP, PEFT, torch.compile) stay as they are.
-A forward pass multiplies with the quantized weight, and the gradient passes straight
-through to the float one. `forward_pass` says how long a quantized weight lives.
+Whoever reads a quantized parameter inside a forward pass gets the quantized weight, with
+the gradient straight through to the float one: the module itself, a model that
+multiplies with `layer.weight`, a fused path of PyTorch. Anywhere else it is the float
+parameter, as in the state dict. What a forward pass writes into the weight that it reads
+is lost; a forward pre-hook that writes to it is an error. `forward_pass` says how long a
+quantized weight lives.
 """
 
-import contextlib
 import functools
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Self, cast
 
 import torch
@@ -23,16 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from . import quantizer, triton_inputs, triton_search
+from . import triton_inputs
 from .errors import MoQError
-from .forward_pass import makes_state
 from .grid import RowBlocks
-from .inputs import InputObserver, inputs_out_of_reach
 from .layer_state import LayerState
-from .processes import is_apart, shape_of, whole
+from .quantized_weight import QuantizedWeight, recomputing_in_backward
 from .schedule import FLOAT_BITS
 from .seams.transformers import (
     convolve,
+    experts_transposed,
     is_exporting,
     is_scaled_table,
     is_transformed,
@@ -41,35 +44,94 @@ from .seams.transformers import (
     with_gradient_of,
 )
 from .straight_through import straight_through
-from .weight_matrix import Kind, matrix_shape, to_rows
+from .weight_matrix import Kind
 
 
 class QuantModule(nn.Module):
-    """A module with quantized weights, which follow its float ones when these are moved or loaded."""
+    """A module with quantized weights, which follow its float ones when these are moved or loaded.
+
+    Attributes:
+        moq_states: Parameter's name to how it is quantized; a parameter without an
+            entry stays in float.
+        moq_follows: Whether the states belong to another module with the same weight,
+            which counts their steps.
+        moq_kind: How the weight of a layer is laid out as the matrix that is quantized;
+            see `to_rows`.
+    """
+
+    moq_states: dict[str, LayerState]
+    moq_follows: bool
+    moq_kind: Kind | None = None
+
+    def quantized_weights(self) -> "list[QuantizedWeight]":
+        """The weights that are quantized."""
+        return [
+            QuantizedWeight(self, attribute, state)
+            for attribute, state in self.moq_states.items()
+        ]
 
     def parameter(self, name: str) -> Tensor | None:
         """A float parameter, or what replaces it: of a replica, of `torch.func`, of FSDP2; None where there is none."""
         value = self._parameters.get(name)
         return self.__dict__.get(name) if value is None else value
 
-    @abstractmethod
-    def state_of(self, name: str) -> LayerState | None:
-        """How a parameter is quantized; None for one that stays in float."""
+    def float_parameter(self, name: str) -> Tensor:
+        """As `parameter`, of one that must be there.
 
-    def quantized_weights(self) -> "list[QuantLayer]":
-        """The module itself, or the parameters in it that are quantized each by itself."""
-        return [cast(QuantLayer, self)]
+        Raises:
+            MoQError: There is no such parameter any more.
+        """
+        value = self.parameter(name)
+        if value is None:
+            raise MoQError(
+                f"a quantized {type(self).__name__} has no {name} any more: parametrize layers before they are "
+                "quantized (they stay in float then), or not at all"
+            )
+        return value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute as the class without quantization does, with the quantized weights."""
+        for state in self.moq_states.values():
+            if state.handed_over and not torch.compiler.is_compiling():
+                with recomputing_in_backward(self.quantized_weights()):
+                    return self._quantized_forward(*args, **kwargs)
+        return self._quantized_forward(*args, **kwargs)
+
+    def _quantized_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """As `nn.Module.train`; forgets the quantized weights that are held, in either mode."""
+        super().train(mode)
+        for weight in self.quantized_weights():
+            weight.invalidate()
+            if not (self.moq_follows or weight.moq.has_controller):
+                weight.count_step(mode)
+        return self
+
+    def release_weight(self, name: str) -> None:
+        """Leave a parameter in float; the last one gives the module the class back that it had before."""
+        del self.moq_states[name]
+        if not self.moq_states:
+            cast(nn.Module, self).__class__ = base_class(type(self))
+            del self.moq_states, self.moq_follows
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for layer in self.quantized_weights():
-            layer.weight_changed()
+        for weight in self.quantized_weights():
+            weight.after_change()
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        for layer in self.quantized_weights():
-            layer.weight_loaded()
+        for weight in self.quantized_weights():
+            weight.after_load()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Most of these classes are made where they are needed, and have no importable
+        # name: the base class stands for them.
+        made_of = base_class(type(self)), tuple(self._parameters)
+        return _new_module, made_of, self.__getstate__()  # type: ignore[no-untyped-call]
 
 
 class QuantizedParameter:
@@ -85,7 +147,7 @@ class QuantizedParameter:
         if value is None:
             # Python asks nn.Module next, whose error says what is missing.
             raise AttributeError
-        state = module.state_of(self.name)
+        state = module.moq_states.get(self.name)
         return value if state is None else state.read(value)
 
     def __set__(self, module: QuantModule, value: Any) -> None:
@@ -100,81 +162,25 @@ class QuantizedParameter:
 
 
 class QuantLayer(QuantModule):
-    """What quantized layers share: a float `weight` that is trained, and quantized in the forward pass.
+    """A layer with a float `weight` that is trained, and quantized in the forward pass."""
 
-    Whoever reads `weight` inside a forward pass gets the quantized one, with the
-    gradient straight through to the float one: the layer itself, a model that
-    multiplies with `layer.weight`, a fused path of PyTorch. Anywhere else `weight` is
-    the float parameter, as in the state dict. What a forward pass writes into the
-    weight that it reads is lost; a forward pre-hook that writes to it is an error.
-
-    Attributes:
-        moq: The layer's `LayerState`.
-        kind: How `weight` is laid out as the matrix that is quantized; see `to_rows`.
-    """
-
-    moq: LayerState
-    kind: Kind = "linear"
+    moq_kind: Kind = "linear"
 
     weight = QuantizedParameter("weight")
 
-    def state_of(self, name: str) -> LayerState | None:
-        """How a parameter is quantized."""
-        return self.moq
+    @property
+    def moq(self) -> LayerState:
+        """How the layer is quantized now."""
+        return self.moq_states["weight"]
 
     @property
     def float_weight(self) -> Tensor:
-        """The parameter that is trained, or what replaces it: of a replica, of `torch.func`, of FSDP2.
-
-        Raises:
-            MoQError: There is no weight any more.
-        """
-        weight = self.parameter("weight")
-        if weight is None:
-            raise MoQError(
-                f"a quantized {type(self).__name__} has no weight any more: parametrize layers before they are "
-                "quantized (they stay in float then), or not at all"
-            )
-        return weight
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns of the whole weight as groups and grids count it; see `to_rows`."""
-        return matrix_shape(shape_of(self.float_weight), self.kind)
+        """The parameter that is trained, or what replaces it; see `QuantModule.float_parameter`."""
+        return self.float_parameter("weight")
 
     def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """What a forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
-
-        Args:
-            dtype: Of the result; None is what a matrix product takes: autocast's dtype,
-                or the weight's own.
-        """
-        return self.moq.quantized_weight(self.float_weight, dtype)
-
-    def quantized_copy(self, dtype: torch.dtype) -> Tensor:
-        """The quantized weight, whole and without a graph; all processes that share a weight must ask for it.
-
-        Args:
-            dtype: Of the result.
-        """
-        weight = self.whole_weight()
-        return (
-            weight.to(dtype)
-            if self.moq.bits == FLOAT_BITS
-            else self.moq.fake_quantize(weight, dtype)
-        )
-
-    def whole_weight(self) -> Tensor:
-        """The float weight that is quantized, whole and without a graph, in the dtype in which an engine hands it over.
-
-        All processes that share it must ask for it.
-        """
-
-        def read(parameter: Tensor) -> Tensor:
-            values = whole(parameter)
-            return values.to(self.moq.handed_dtype or values.dtype)
-
-        return self.moq.merged(read(self.float_weight), read).detach()
+        """The weight that a forward pass multiplies with; see `LayerState.quantized_weight`."""
+        return self.moq.quantized_weight(self.float_parameter("weight"), dtype)
 
     def quantized_input(self, input: Tensor) -> Tensor:
         """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
@@ -190,176 +196,10 @@ class QuantLayer(QuantModule):
         found = with_gradient_of(input, rounded)
         return straight_through(input, rounded) if found is None else found
 
-    def forward(self, input: Tensor) -> Tensor:
-        """What the layer computes of `input`, as its class without quantization does, with the quantized weight."""
-        if self.moq.handed_over:
-            with recompute_in_backward([self]):
-                return self._product(input)
-        return self._product(input)
-
-    def _product(self, input: Tensor) -> Tensor:
-        # What a class has of its own reads the quantized weight.
-        return cast(Tensor, super().forward(input))
-
-    def set_bits(self, bits: int) -> None:
-        """Change the precision, and search the clipping ratios that the grid wants there.
-
-        All processes that share a weight must do so: it is gathered.
-        """
-        self.moq.bits = bits
-        self.search_ratios()
-
-    @makes_state
-    def search_ratios(self) -> None:
-        """Search the clipping ratios for the weight as it is now, where the grid wants any."""
-        state = self.moq
-        state.ratio = None
-        if (
-            state.bits != FLOAT_BITS
-            and not self.float_weight.is_meta
-            and state.precision.searches
-        ):
-            matrix = to_rows(self.whole_weight(), self.kind)
-            search = quantizer if state.config.kernel is False else triton_search
-            state.ratio = search.least_squares_ratio(matrix, state.bits, state.grid)
-        state.passes.drop(state)
-
-    def invalidate(self) -> None:
-        """Forget the quantized weight that is held, and see whether an engine has taken the weight over."""
-        self.moq.passes.drop(self.moq)
-        self.moq.lent = None
-        # FSDP2 leaves some weights gathered after a pass without gradients.
-        self.moq.handed_over |= is_apart(self.float_weight)
-
-    def train(self, mode: bool = True) -> Self:
-        """As `nn.Module.train`; forgets the quantized weight that is held, in either mode."""
-        super().train(mode)
-        self.invalidate()
-        # A head that shares the state of an embedding table leaves the counting to the
-        # table.
-        if not self.moq.has_controller and self.kind == self.moq.kind:
-            self._count_step(mode)
-        return self
-
-    @makes_state
-    def _count_step(self, mode: bool) -> None:
-        """Take a call of `train()` for an optimizer step; input ranges are brought up to date by `eval()` too.
-
-        Raises:
-            MoQError: The inputs of the layer are to be rounded, and it is not called.
-        """
-        state = self.moq
-        if state.inputs is not None:
-            if state.used and not state.inputs.called:
-                raise MoQError(
-                    inputs_out_of_reach([state.name], state.config.spell("activations"))
-                )
-            state.inputs.step(state.inputs.observed)
-        if not mode:
-            return
-        state.seed = state.seed._replace(step=state.seed.step + 1)
-        if state.seed.step % state.config.scale_refresh == 0:
-            self.search_ratios()
-
     def extra_repr(self) -> str:
         """Add the bits to the layer's own line."""
         bits = "float" if self.moq.bits == FLOAT_BITS else f"bits={self.moq.bits}"
         return f"{super().extra_repr()}, {bits}"
-
-    def weight_loaded(self) -> None:
-        """After other values have come into the weight: search the clipping ratios for them."""
-        # `assign` may have put the weight on another device.
-        self.weight_changed()
-        if self.moq.ratio is not None:
-            self.search_ratios()
-
-    @makes_state
-    def weight_changed(self) -> None:
-        """After a change of the weight: bring what belongs to it to its device, and forget what was made of it."""
-        state, device = self.moq, self.float_weight.device
-        state.scale = None
-        self.invalidate()
-        if device.type == "meta":
-            return
-        if state.ratio is not None:
-            state.ratio = state.ratio.to(device)
-        if state.inputs is not None:
-            state.inputs.move_to(device)
-
-    def release(self) -> None:
-        """Give the layer back the class that it had before."""
-        self.moq.passes.changes += 1
-        cast(nn.Module, self).__class__ = base_class(type(self))
-        del self.moq
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # Classes made for subclasses of nn.Linear have no importable name: the base
-        # class stands for them.
-        return _new_layer, (base_class(type(self)),), self.__getstate__()  # type: ignore[no-untyped-call]
-
-
-def inputs_of(layers: Mapping[str, QuantLayer]) -> dict[str, InputObserver]:
-    """What rounds the inputs of layers, by the names of those that have any."""
-    return {
-        name: layer.moq.inputs
-        for name, layer in layers.items()
-        if layer.moq.inputs is not None
-    }
-
-
-def recompute_in_backward(
-    layers: Iterable[QuantLayer],
-) -> contextlib.AbstractContextManager[Any]:
-    """In it autograd keeps, of weights that engines hand over, only how to quantize them again.
-
-    Else the quantized weights of a whole model would lie in memory from the forward to
-    the backward pass, while the engine frees the float ones, which it hands over once
-    more for the backward pass.
-
-    Args:
-        layers: Whose weights a forward pass inside multiplies with.
-    """
-    handed = (
-        []
-        if torch.compiler.is_compiling()
-        else [layer for layer in layers if layer.moq.handed_over]
-    )
-    return _recomputing(handed) if handed else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _recomputing(layers: list[QuantLayer]) -> Iterator[None]:
-    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-        address = tensor.untyped_storage().data_ptr()
-        for layer in layers:
-            for made in layer.moq.made or ():
-                if made.untyped_storage().data_ptr() == address:
-                    return functools.partial(
-                        _again,
-                        layer,
-                        made.dtype,
-                        tensor.size(),
-                        tensor.stride(),
-                        tensor.storage_offset(),
-                    )
-        return tensor
-
-    for layer in layers:
-        layer.moq.made = []
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(
-            pack, lambda kept: kept if isinstance(kept, Tensor) else kept()
-        ):
-            yield
-    finally:
-        for layer in layers:
-            layer.moq.made = None
-
-
-def _again(layer: QuantLayer, dtype: torch.dtype, *place: Any) -> Tensor:
-    """Quantize a weight again, and give the part at a place in its memory."""
-    weight = layer.moq.merged(layer.float_weight)
-    return layer.moq.fake_quantize(weight, dtype).as_strided(*place)
 
 
 class QuantLinear(QuantLayer, nn.Linear):
@@ -380,7 +220,7 @@ class QuantLinear(QuantLayer, nn.Linear):
     )
     """
 
-    def _product(self, input: Tensor) -> Tensor:
+    def _quantized_forward(self, input: Tensor) -> Tensor:
         rounded = self.quantized_input(input)
         return F.linear(rounded, self.quantized_weight(), self.bias)
 
@@ -395,16 +235,12 @@ class QuantConv1D(QuantLayer, Conv1D):
         moq: The layer's `LayerState`.
     """
 
-    kind = "conv1d"
+    moq_kind = "conv1d"
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` `[..., in_features]` times the quantized weight, plus the bias."""
-        return super().forward(x)
-
-    def _product(self, input: Tensor) -> Tensor:
-        rows = self.quantized_input(input).view(-1, input.size(-1))
+    def _quantized_forward(self, x: Tensor) -> Tensor:
+        rows = self.quantized_input(x).view(-1, x.size(-1))
         product = torch.addmm(self.bias, rows, self.quantized_weight())
-        return product.view(*input.size()[:-1], self.nf)
+        return product.view(*x.size()[:-1], self.nf)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}{self.extra_repr()})"
@@ -417,7 +253,7 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
         moq: The layer's `LayerState`.
     """
 
-    kind = "embedding"
+    moq_kind = "embedding"
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows `[..., embedding_dim]` of the quantized table for the indices `input` `[...]`.
@@ -456,11 +292,11 @@ def _scaled(table: QuantEmbedding, input: Tensor) -> Tensor:
 
 
 class QuantConv(QuantLayer):
-    """What quantized convolutions share."""
+    """A convolution with a quantized weight."""
 
-    kind = "conv"
+    moq_kind = "conv"
 
-    def _product(self, input: Tensor) -> Tensor:
+    def _quantized_forward(self, input: Tensor) -> Tensor:
         return convolve(self, input, self.quantized_weight())  # type: ignore[arg-type]
 
 
@@ -497,20 +333,65 @@ CLASSES: dict[type[nn.Module], type[QuantLayer]] = {
 }
 
 
-def quant_class(base: type[nn.Module]) -> type[QuantLayer]:
-    """The quantized class for layers of class `base`, made once; one that is quantized already is its own."""
-    if issubclass(base, QuantLayer):
-        return base
-    if base not in CLASSES:
-        quantized = next(
-            made for plain, made in CLASSES.items() if issubclass(base, plain)
-        )
-        own: dict[str, Any] = {}
-        if is_scaled_table(base):
-            # Its own forward pass reads the whole quantized table.
-            own["forward"] = _scaled if only_scales(base) else base.forward
-        CLASSES[base] = type(f"Quant{base.__name__}", (quantized, base), own)
-    return CLASSES[base]
+def kind_of(module: nn.Module) -> Kind:
+    """How a weight of a layer, or of experts, is laid out as the matrix that is quantized; see `to_rows`."""
+    layer = _layer_class(type(module))
+    if layer is None:
+        return "experts_t" if experts_transposed(module) else "experts"
+    return layer.moq_kind
+
+
+def make_quantized(
+    module: nn.Module, states: Mapping[str, LayerState], follows: bool = False
+) -> None:
+    """Have a module compute with quantized weights.
+
+    Args:
+        module: A layer or experts, plain or quantized before: what it had then is gone.
+        states: Parameter's name to how it is quantized.
+        follows: Whether the states are those of another module, whose weight it shares.
+    """
+    # The states first: another thread may be evaluating the model.
+    quantized: Any = module
+    quantized.moq_states = dict(states)
+    quantized.moq_follows = follows
+    if not isinstance(module, QuantModule):
+        quantized.__class__ = quant_class(type(module), tuple(module._parameters))  # type: ignore[arg-type]
+
+
+@functools.cache
+def quant_class(
+    base: type[nn.Module], parameters: tuple[str, ...]
+) -> type[QuantModule]:
+    """The quantized class for modules of class `base`, which are layers, or experts with these parameters."""
+    if base in CLASSES:
+        return CLASSES[base]
+    own: dict[str, Any] = {}
+    quantized: type[QuantModule] | None = _layer_class(base)
+    if quantized is None:
+        quantized = QuantModule
+        own = {name: QuantizedParameter(name) for name in parameters}
+    elif is_scaled_table(base):
+        # Its own forward pass reads the whole quantized table.
+        own["forward"] = _scaled if only_scales(base) else base.forward
+    return type(f"Quant{base.__name__}", (quantized, base), own)
+
+
+def _layer_class(base: type[nn.Module]) -> type[QuantLayer] | None:
+    of_base = (made for plain, made in CLASSES.items() if issubclass(base, plain))
+    return next(of_base, None)
+
+
+def quantized_in(name: str, module: nn.Module) -> dict[str, QuantizedWeight]:
+    """The quantized weights of a module by their names in the model; none of any other module.
+
+    Args:
+        name: The module's name.
+        module: Any module.
+    """
+    if not isinstance(module, QuantModule):
+        return {}
+    return {weight.name_in(name): weight for weight in module.quantized_weights()}
 
 
 def base_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -526,6 +407,6 @@ def base_class(cls: type[nn.Module]) -> type[nn.Module]:
     )
 
 
-def _new_layer(base: type[nn.Module]) -> QuantLayer:
-    cls = quant_class(base)
+def _new_module(base: type[nn.Module], parameters: tuple[str, ...]) -> QuantModule:
+    cls = quant_class(base, parameters)  # type: ignore[arg-type]
     return cls.__new__(cls)

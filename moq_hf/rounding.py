@@ -1,5 +1,6 @@
 """`quantize_model`: a finished model at its target bits, rounded to the nearest or by what examples show."""
 
+import functools
 import logging
 import math
 import os
@@ -17,7 +18,7 @@ from .model.convert import check_finite, dequantize_model, prepare_model
 from .model.selection import take_inventory
 from .model.sizes import ModelSizes
 from .processes import is_apart
-from .quant_linear import QuantLayer, inputs_of
+from .quantized_weight import QuantizedWeight, inputs_of
 from .schedule import FLOAT_BITS
 from .training.gptq import can_round, round_weights
 from .training.measuring import eager, evaluating, repeatable
@@ -154,7 +155,7 @@ def _has_ranges(config: MoQConfig) -> bool:
 def _learn_from(
     batches: list[Batch],
     model: nn.Module,
-    layers: Mapping[str, QuantLayer],
+    layers: Mapping[str, QuantizedWeight],
     config: MoQConfig,
 ) -> None:
     """Round weights, and set the ranges of inputs, by what the layers get in these batches.
@@ -188,7 +189,10 @@ def _learn_from(
         if _has_ranges(config):
             observers = inputs_of(layers)
             handles = [
-                layers[name].register_forward_pre_hook(_observe) for name in observers
+                layers[name].module.register_forward_pre_hook(
+                    functools.partial(_observe, own)
+                )
+                for name, own in observers.items()
             ]
             try:
                 run_all()
@@ -204,6 +208,5 @@ def _learn_from(
                 )
 
 
-def _observe(layer: nn.Module, args: tuple[Any, ...]) -> None:
-    observer = cast(InputObserver, cast(QuantLayer, layer).moq.inputs)
+def _observe(observer: InputObserver, layer: nn.Module, args: tuple[Any, ...]) -> None:
     observer.quantize(args[0], training=True)

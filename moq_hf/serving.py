@@ -1,7 +1,7 @@
 """Who can serve a model: what each server takes, asked before training and of a folder.
 
-A server is a row of `SERVERS`. What it says is compared with a description of the
-model, which is made of its inventory before training and of a folder's files after it.
+What the row of a server says is compared with a description of the model, which is made
+of its inventory before training and of a folder's files after it.
 """
 
 import re
@@ -9,75 +9,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torch import nn
-
-from .config import MoQConfig
-from .errors import MoQError, either, shortened
-from .formats.stored import EncodeSpec
-from .formats.table import form_of, has_codes, installed
-from .grid import Format
-from .model.inventory import Inventory, grid_of
-from .model.sizes import is_unpacked_while_loading
-from .names import plain_name, pretrained, without_fsdp, without_peft
-from .processes import shape_of
-from .quant_experts import experts_parameters, matrix_of
+from .errors import either, shortened
+from .formats.table import LAYOUTS, installed
 from .schedule import FLOAT_BITS
-from .seams.transformers import ADAPTED
+from .servers import TRANSFORMERS, WITHOUT, Server, fused_units
 from .text import table
-from .weight_matrix import matrix_shape
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A quantized weight as a server meets it.
-
-    Attributes:
-        kind: "linear", "conv1d", "conv" or "embedding".
-        rows: Of the weight as it is quantized: `out_features`.
-        columns: `in_features`.
-        bits: 1 to 16, or 32 for one that is not quantized.
-        group_size: Weights of a row that share a scale; None if whole rows share one.
-        symmetric: Whether the grid is.
-        packed: Whether codes are in the file; otherwise floats are, or bytes.
-        rounded: How its inputs are rounded, where the file says it: "static" or
-            "per_token".
-        format: What its codes are; see `Grid`.
-        width: Bits that a packed code takes in the file; 0 for its own.
-
-    >>> Weight("linear", 8, 64, 4, 32, symmetric=False).grid()
-    '4 bits asymmetric in groups of 32'
-    """
-
-    kind: str
-    rows: int
-    columns: int
-    bits: int
-    group_size: int | None = None
-    symmetric: bool = True
-    packed: bool = True
-    rounded: str | None = None
-    format: Format = "int"
-    width: int = 0
-
-    @property
-    def is_w8a8(self) -> bool:
-        """Whether servers multiply its codes with those of its inputs."""
-        return self.rounded is not None and self.bits == 8 and self.group_size is None
-
-    @property
-    def is_float(self) -> bool:
-        """Whether a server meets floats."""
-        return self.bits == FLOAT_BITS or (not self.packed and self.kind != "embedding")
-
-    def grid(self) -> str:
-        """The grid in words."""
-        if self.is_float:
-            return "floats"
-        kind = "" if self.symmetric else " asymmetric"
-        if self.format != "int":
-            return self.format
-        groups = f"in groups of {self.group_size}" if self.group_size else "per channel"
-        return f"{self.bits} bits{kind} {groups}"
+from .weight_spec import WeightSpec
 
 
 @dataclass(frozen=True)
@@ -96,7 +33,7 @@ class Description:
     """
 
     architecture: str
-    weights: Mapping[str, Weight]
+    weights: Mapping[str, WeightSpec]
     floats: Collection[str] = ()
     is_encoder_decoder: bool = False
     unserved: str | None = None
@@ -104,224 +41,7 @@ class Description:
     layout: str = "packed"
 
 
-@dataclass(frozen=True)
-class Server:
-    """What a server takes.
-
-    Attributes:
-        key: Its name in results, and in `serve` if it can be named there.
-        title: Its name for people.
-        version: That for which this row was checked.
-        symmetric: Bits of a symmetric grid.
-        asymmetric: Bits of a grid with zero points.
-        groups: Sizes of groups; empty for all.
-        multiple: What a size of groups must be a multiple of.
-        columns: What the columns of a weight must be a multiple of.
-        rows: What the rows of a layer must be a multiple of, those of a fused layer
-            together.
-        fuses: Whether it makes one layer of those in `FUSED` and of the experts of a
-            block, which need one grid then.
-        without: Kinds of layers that it takes as floats alone, of `_WITHOUT`.
-        repacks: Whether moq_hf writes its file, where all that is on a grid becomes
-            codes.
-        has_bytes: Whether a kernel of its multiplies 8 bits with 8 bits, per channel,
-            whatever the other fields say.
-        inputs: What it does with rounded inputs where it does not multiply so.
-        formats: What codes of 4 bits may be.
-        classes: What the name of a model's class must be like, and there may be no
-            decoder beside an encoder then.
-        in_float: Names of layers that it takes as floats alone, after the name of the
-            model's class and a space.
-        half_scales: Whether it computes with scales in half precision.
-        tried: Classes of which a model was served, or one whose weights are loaded by
-            the same code.
-        refused: Why classes are refused whatever their grid is, and those classes.
-    """
-
-    key: str
-    title: str
-    version: str
-    symmetric: Collection[int]
-    asymmetric: Collection[int]
-    groups: tuple[int, ...] = ()
-    multiple: int = 1
-    columns: int = 1
-    rows: int = 1
-    fuses: bool = False
-    without: tuple[str, ...] = ()
-    repacks: bool = False
-    has_bytes: bool = False
-    inputs: str = ""
-    formats: tuple[Format, ...] = ("int", "mxfp4", "nvfp4")
-    classes: str = ""
-    in_float: str = "$^"
-    half_scales: bool = True
-    tried: str = ""
-    refused: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Title and version."""
-        return f"{self.title} {self.version}"
-
-
-# Kinds of layers that some servers do not take, and what they take.
-_WITHOUT = {
-    "conv1d": ("it takes no Conv1D layers on a grid", "models of nn.Linear are served"),
-    "experts": (
-        "it takes no packed experts",
-        "name them in modules_to_not_convert",
-    ),
-    # Not the matrices of experts, which the packed layout has each by itself.
-    "expert": (
-        "it has no place for experts that are one tensor in the files",
-        "name them in modules_to_not_convert, but GPT-OSS in MXFP4 needs no export: llama.cpp's converter copies its "
-        "codes from the folder",
-    ),
-    "embedding": (
-        "embedding tables must be floats",
-        "embeddings: null is served",
-    ),
-}
-# A base model's pooler is not loaded at all.
-_HEADS = (
-    r"(?<!Model) (.*\.)?(pooler\.dense|classifier|classifier\.(dense|out_proj)|head\.dense|lm_head\.dense|"
-    r"predictions\.transform\.dense|pre_classifier)$"
-)
-# These get no name when vLLM makes them, so that no target matches, or are loaded in
-# another order of rows.
-_UNNAMED = (
-    r"MiniCPM3ForCausalLM .*\.q_a_proj$|BloomForCausalLM .*\.query_key_value$|"
-    r"(Mamba|FalconMamba|Jamba|FalconH1)ForCausalLM .*\.(in|dt|out)_proj$"
-)
-_CAUSAL = "LlamaForCausalLM Qwen3ForCausalLM Gemma3ForCausalLM"
-_ENCODERS = (
-    "BertModel BertForSequenceClassification BertForTokenClassification "
-    "ModernBertModel ModernBertForSequenceClassification"
-)
-TRANSFORMERS = Server(
-    "transformers",
-    "transformers",
-    "5.23.0",
-    range(1, 17),
-    range(2, 17),
-    half_scales=False,
-)
-# Groups other than 32, 64 and 128, and bits other than 4 and 8, run on its Humming
-# kernels. Floats of four bits are as its source has them: none was run with it.
-VLLM = Server(
-    "vllm",
-    "vLLM, CUDA",
-    "0.32.0",
-    range(2, 9),
-    range(2, 9),
-    multiple=16,
-    fuses=True,
-    # Conv1D is floats in the files.
-    without=("embedding",),
-    has_bytes=True,
-    inputs="its kernels leave inputs beside packed weights in float, all but Humming's",
-    in_float=f"{_HEADS}|{_UNNAMED}",
-    # benchmarks/results/served.json.
-    tried=f"{_CAUSAL} {_ENCODERS} "
-    "ApertusForCausalLM ArceeForCausalLM BloomForCausalLM Cohere2ForCausalLM "
-    "CohereForCausalLM Ernie4_5ForCausalLM Exaone4ForCausalLM FalconH1ForCausalLM "
-    "Gemma2ForCausalLM GemmaForCausalLM Glm4ForCausalLM GlmForCausalLM "
-    "GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM GraniteForCausalLM HeliumForCausalLM "
-    "Mamba2ForCausalLM MiniCPM3ForCausalLM MistralForCausalLM MixtralForCausalLM "
-    "NemotronForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoeForCausalLM "
-    "OlmoForCausalLM OPTForCausalLM Phi3ForCausalLM PhiForCausalLM "
-    "Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM "
-    "SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM "
-    "LlamaForSequenceClassification ModernBertForTokenClassification "
-    "Qwen2ForSequenceClassification Qwen3ForSequenceClassification "
-    "RobertaForSequenceClassification RobertaModel "
-    "XLMRobertaForSequenceClassification",
-    refused=(
-        (
-            "it runs no model of this class, quantized or not",
-            "BambaForCausalLM DistilBertForSequenceClassification Lfm2ForCausalLM MptForCausalLM XLMRobertaModel",
-        ),
-    ),
-)
-VLLM_CPU = replace(
-    VLLM,
-    key="vllm-cpu",
-    title="vLLM, CPU",
-    formats=("int",),
-    inputs="its kernels leave inputs beside packed weights in float",
-    symmetric=(4,),
-    asymmetric=(4,),
-    multiple=2,
-    columns=32,
-    rows=32,
-    without=("experts", "embedding"),
-)
-# Its Marlin kernels, as its source has them: nothing was run with it.
-SGLANG = replace(
-    VLLM,
-    key="sglang",
-    title="SGLang",
-    version="0.5.23",
-    has_bytes=False,
-    formats=("int",),
-    inputs="",
-    symmetric=(4, 8),
-    asymmetric=(4,),
-    groups=(32, 64, 128),
-    multiple=1,
-    columns=128,
-    rows=64,
-    in_float=_HEADS,
-    tried="",
-    refused=(),
-)
-# Blocks of 32 in Q4_0, Q4_1 and Q8_0; llama.cpp's converter, whose names the file has,
-# drops BERT's pooler.
-GGUF = Server(
-    "llama.cpp",
-    "llama.cpp by moq-hf export",
-    "gguf 0.19.0",
-    range(1, 9),
-    range(2, 5),
-    multiple=32,
-    columns=32,
-    repacks=True,
-    without=("expert",),
-    inputs="it rounds inputs in blocks of its own",
-    in_float=r"(\.| )pooler\.dense$",
-    # benchmarks/results/llamacpp.json.
-    tried=_CAUSAL,
-    refused=(
-        (
-            "llama.cpp's converter drops the pooler, which this class needs",
-            "BertForSequenceClassification",
-        ),
-        (
-            "llama.cpp's converter has the rows of query_key_value in another order",
-            "BloomForCausalLM GPTNeoXForCausalLM",
-        ),
-    ),
-)
-ONNX = Server(
-    "onnxruntime",
-    "ONNX Runtime by moq-hf export",
-    "1.31.1",
-    range(1, 17),
-    range(2, 17),
-    without=("conv1d", "experts"),
-    # What torch.onnx.export cannot trace, and what takes neither texts nor pictures alone.
-    classes=r"^(?!.*Head|XLNet|.*Mamba|Jamba|CLIP|Wav2Vec2|WavLM|Whisper).*(For(Sequence|Token|Image)Classification|ForCausalLM|Model)$",
-    half_scales=False,
-    # The tests of the export.
-    tried=f"{_ENCODERS} {_CAUSAL} DebertaV2ForSequenceClassification DistilBertForSequenceClassification "
-    "RobertaForSequenceClassification T5EncoderModel ViTModel ViTForImageClassification ResNetForImageClassification "
-    "ConvNextForImageClassification",
-)
-SERVERS = (TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF, ONNX)
-REQUIRED = {server.key: server for server in SERVERS}
-
-# Experts in one tensor, which the checkpoints of GPT-OSS and Llama 4 always had.
+# Experts in one tensor, as only checkpoints of GPT-OSS and Llama 4 should have them.
 WHOLE_EXPERTS = re.compile(r"^(?!GptOss|Llama4).*\.experts\.(gate_up_proj|down_proj)$")
 Answer = Literal["yes", "no", "not tried"]
 
@@ -348,7 +68,8 @@ class Verdict:
 def verdict(model: Description, server: Server) -> Verdict:
     """What a server makes of a model.
 
-    >>> model = Description("LlamaForCausalLM", {"model.layers.0.mlp.down_proj": Weight("linear", 64, 128, 3, 32)})
+    >>> weight = WeightSpec("linear", (64, 128), 3, stored="packed")
+    >>> model = Description("LlamaForCausalLM", {"model.layers.0.mlp.down_proj": weight})
     >>> print(verdict(model, SGLANG).reasons[0])
     its kernels take 4 or 8 bits, not 3 (model.layers.0.mlp.down_proj); 4 or 8 bits are served
     """
@@ -357,18 +78,23 @@ def verdict(model: Description, server: Server) -> Verdict:
     is_tried = server is TRANSFORMERS or model.architecture in server.tried.split()
     if not is_tried:
         notes.append(f"no {model.architecture} was tried with it")
-    if model.layout == "gemma" and server is TRANSFORMERS:
-        notes.append("from 5.23 on: older versions do not know quant_method gemma")
-    has_half_scales = server.half_scales and not all(
-        weight.is_float or (weight.is_w8a8 and server.has_bytes)
+    layout = LAYOUTS[model.layout]
+    if layout.is_for_transformers_alone and server is TRANSFORMERS:
+        least = layout.needs["transformers"].removesuffix(".0")
+        notes.append(
+            f"from {least} on: older versions do not know quant_method {layout.method}"
+        )
+    has_half_scales = server.half_scales and any(
+        weight.is_served_as_codes and not _multiplies(server, weight)
         for weight in model.weights.values()
     )
     if has_half_scales and model.scales == "float32":
         notes.append("scales are rounded to half precision there")
-    rounded = [weight for weight in model.weights.values() if weight.rounded]
-    if server.inputs and not all(w.is_w8a8 and server.has_bytes for w in rounded):
+    rounded = [weight for weight in model.weights.values() if weight.inputs]
+    scales = {weight.inputs.scale for weight in rounded if weight.inputs}
+    if server.inputs and not all(_multiplies(server, weight) for weight in rounded):
         notes.append(server.inputs)
-    elif server.has_bytes and any(w.rounded == "per_token" for w in rounded):
+    elif server.has_bytes and "per_token" in scales:
         notes.append(
             "it takes the largest magnitude of a token over 127 for its scale, not over 127.5"
         )
@@ -376,9 +102,14 @@ def verdict(model: Description, server: Server) -> Verdict:
     if not reasons:
         answer = "yes" if is_tried else "not tried"
     if server is TRANSFORMERS:
-        # The one that is installed loads and proves what is delivered.
+        # The installed version loads and proves what is delivered.
         server = replace(server, version=installed("transformers"))
     return Verdict(server, answer, reasons, tuple(notes))
+
+
+def _multiplies(server: Server, weight: WeightSpec) -> bool:
+    """True if a kernel of the server multiplies the codes of a weight with those of its inputs."""
+    return server.has_bytes and weight.multiplies_bytes
 
 
 def _reasons(model: Description, server: Server) -> list[str]:
@@ -394,15 +125,16 @@ def _reasons(model: Description, server: Server) -> list[str]:
     ):
         instead = "classifiers of texts, tokens and images, decoders, and base models of one stack are served"
         reasons.append(f"{architecture} is not exported; {instead}")
-    if server is not TRANSFORMERS and model.layout == "gemma":
+    layout = LAYOUTS[model.layout]
+    if server is not TRANSFORMERS and layout.is_for_transformers_alone:
         reasons.append(
-            "it does not know transformers' quant_method gemma; any other layout is served"
+            f"it does not know transformers' quant_method {layout.method}; any other layout is served"
         )
     if server is TRANSFORMERS and model.unserved is not None:
         reasons.append(
             f"it does not answer as the model did: {model.unserved}; see the proof in moq_state.json"
         )
-    # Of each fault the layers, and what of them does not fit.
+    # Fault -> {layer: offending value}.
     faults: dict[tuple[str, str], dict[str, Any]] = {}
     for text, instead, names in _unlike_siblings(model) if server.fuses else ():
         faults[text, instead] = dict.fromkeys(names)
@@ -417,7 +149,7 @@ def _reasons(model: Description, server: Server) -> list[str]:
 
 
 def _faults(
-    name: str, weight: Weight, server: Server
+    name: str, weight: WeightSpec, server: Server
 ) -> Iterator[tuple[str, int | None, str]]:
     """Yield why a server does not take a weight, the number that does not fit, if it is one, and what would be served.
 
@@ -429,18 +161,19 @@ def _faults(
     if weight.bits != FLOAT_BITS:
         for kind in server.without:
             is_matrix = kind == "experts" and ".experts." in name
-            if weight.kind.startswith(kind) or (is_matrix and not weight.is_float):
-                text, instead = _WITHOUT[kind]
+            is_packed = is_matrix and weight.is_served_as_codes
+            if weight.kind.startswith(kind) or is_packed:
+                text, instead = WITHOUT[kind]
                 yield text, None, instead
-    if not weight.is_float and re.search(server.in_float, name):
+    if weight.is_served_as_codes and re.search(server.in_float, name):
         yield (
             "it takes these layers in float, whatever the checkpoint holds",
             None,
             "name them in modules_to_not_convert, beside the output heads",
         )
-    is_packed = not weight.is_float and weight.kind != "embedding"
+    is_packed = weight.has_codes and weight.kind != "embedding"
     has_codes = weight.bits != FLOAT_BITS if server.repacks else is_packed
-    if not has_codes or (weight.is_w8a8 and server.has_bytes):
+    if not has_codes or _multiplies(server, weight):
         return
     if weight.format not in server.formats:
         yield (
@@ -449,37 +182,37 @@ def _faults(
             'format "int" is served',
         )
     legal = server.symmetric if weight.symmetric else server.asymmetric
-    bits = weight.bits if server.repacks else weight.width or weight.bits
+    bits = weight.bits if server.repacks else weight.width
     if bits not in legal:
         taken = f"{either(legal)} bits" + " with zero points" * (not weight.symmetric)
         yield f"its kernels take {taken}", bits, f"{taken} are served"
-    size = weight.group_size if weight.format == "int" else None
+    size = weight.row_size if weight.format == "int" else None
     if size and (size % server.multiple or size not in (server.groups or [size])):
         groups = either(server.groups) or f"a multiple of {server.multiple}"
         instead = f"group_size {groups}, or per channel, is served"
         if weight.kind == "embedding":
             instead = "embeddings 8 is served"
         yield f"its groups are {groups}", size, instead
-    # llama.cpp's blocks of NVFP4 are of four groups.
-    four_groups = server.repacks and weight.format == "nvfp4"
-    for what, multiple, count in (
-        (
-            "columns (in_features)",
-            64 if four_groups else server.columns,
-            weight.columns,
-        ),
-        ("rows (out_features)", server.rows, weight.rows),
-    ):
-        if count % multiple:
-            text = f"its kernels take a multiple of {multiple} {what}"
-            yield text, count, "name these in modules_to_not_convert"
+    rows, columns = weight.shape
+    # Four groups make a block of NVFP4 in llama.cpp.
+    is_in_fours = server.repacks and weight.format == "nvfp4"
+    multiple = 64 if is_in_fours else server.columns
+    if columns % multiple:
+        yield _sizes("columns (in_features)", multiple, columns)
+    if rows % server.rows:
+        yield _sizes("rows (out_features)", server.rows, rows)
+
+
+def _sizes(what: str, multiple: int, count: int) -> tuple[str, int, str]:
+    text = f"its kernels take a multiple of {multiple} {what}"
+    return text, count, "name these in modules_to_not_convert"
 
 
 def _unlike_siblings(model: Description) -> Iterator[tuple[str, str, list[str]]]:
     """Yield what a server that fuses layers does not take beside each other: why, what would be served, and names."""
     grids = dict.fromkeys(model.floats, "floats")
-    grids |= {name: weight.grid() for name, weight in model.weights.items()}
-    # Where no layer has codes the files have the names of each.
+    grids |= {name: weight.as_served for name, weight in model.weights.items()}
+    # Without any codes the files have a name for each expert.
     whole = [
         name
         for name, grid in grids.items()
@@ -489,7 +222,7 @@ def _unlike_siblings(model: Description) -> Iterator[tuple[str, str, list[str]]]
         instead = "experts on symmetric grids of up to 8 bits are served"
         yield "it looks for each expert by its own name", instead, whole
     unlike: dict[str, list[str]] = {}
-    for unit, names in Inventory.units(grids).items():
+    for unit, names in fused_units(grids).items():
         different = sorted({grids[name] for name in names})
         if len(different) > 1:
             what = unit.rpartition(".")[2].replace("-", ", ")
@@ -498,177 +231,6 @@ def _unlike_siblings(model: Description) -> Iterator[tuple[str, str, list[str]]]
     instead = "all of them on the same grid, or all of them in float, are served"
     for what, names in unlike.items():
         yield f"it makes one layer of {what}", instead, names
-
-
-# ---- before training
-
-
-def check_served(inventory: Inventory, config: MoQConfig) -> None:
-    """Check that the servers in `serve` will take what a run delivers at its target precision.
-
-    Args:
-        inventory: With the layers that the config quantizes.
-        config: What will be done to them.
-
-    Raises:
-        MoQError: One will not: each reason with its layers, and what would be served.
-    """
-    lines = []
-    for bits in config.targets:
-        model = describe(inventory, config, bits)
-        for name in config.serve:
-            server = REQUIRED[name]
-            for reason in verdict(model, server).reasons:
-                lines.append(f"  - {server.name}: {reason}")
-    if lines:
-        raise MoQError(
-            "\n".join(["serve: what these servers cannot take", *dict.fromkeys(lines)])
-        )
-
-
-def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
-    """What a user of these servers should know before the first step."""
-    model = describe(inventory, config, config.targets[0])
-    servers = [REQUIRED[name] for name in dict.fromkeys(config.serve)]
-    lines = []
-    for server in servers:
-        for note in verdict(model, server).notes:
-            lines.append(f"serve: {server.name}: {note}")
-    if VLLM in servers:
-        for reason in verdict(model, VLLM_CPU).reasons:
-            lines.append(
-                f"serve: {VLLM_CPU.name} does not take it, which leaves CUDA: {reason}"
-            )
-    return lines
-
-
-def inputs_in_words(inventory: Inventory, config: MoQConfig) -> str:
-    """What the delivered folder computes with where training rounds the inputs of layers."""
-    for bits in config.targets:
-        fault = _float_inputs(inventory, config, bits)
-        if fault is not None:
-            return (
-                f"float activations, because {fault}; rounded inputs go with symmetric weights of nn.Linear layers: of "
-                "8 bits per channel (static; 2 to 8 with moq-hf pack --layout gemma), or of 2 to 8 bits (per_token)"
-            )
-    kinds = " and ".join(f"W{bits}A8" for bits in config.targets)
-    return f"rounded inputs ({kinds}, {config.activations.scale})"
-
-
-def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | None:
-    """Why the folder of a run that rounds inputs cannot say how; None if it can."""
-    if not config.activations.enabled:
-        return None
-    model = without_peft(inventory.model)
-    path = inventory.name_of(model)
-    faults: dict[str, list[str]] = {}
-    packed = []
-    has_lora = False
-    for name, spec in _specs(inventory, config, bits).items():
-        saved = (plain_name(name, ()) or "").removeprefix(f"{path}.")
-        if spec.inputs is not None and spec.input_fault is not None:
-            faults.setdefault(spec.input_fault, []).append(saved)
-        if form_of(spec, "packed") == "packed":
-            packed.append(saved)
-            added = () if inventory.merged else inventory.adapters
-            has_lora |= f"{name.removesuffix(ADAPTED)}lora_A" in added
-    for why, names in faults.items():
-        return f"{why} ({shortened(names)})"
-    try:
-        is_unpacked = is_unpacked_while_loading(model, packed)
-    except MoQError as error:
-        return str(error)
-    if is_unpacked:
-        return "transformers unpacks a model of its kind while loading"
-    if has_lora:
-        return "PEFT's LoRA wants the weights of packed layers, which are unpacked while loading for it"
-    if packed and inventory.table_bits and inventory.table_bits < 8:
-        return "tables of fewer than 8 bits are unpacked while loading"
-    return None
-
-
-def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, EncodeSpec]:
-    """How each quantized weight will be encoded, by name; scheduled ones with a choice of bits end at these."""
-    specs = {}
-    for name, module, parameter, kind in inventory.weights():
-        own = config.of(name)
-        width = own.bits if isinstance(own.bits, int) else bits
-        if name in inventory.experts:
-            # Servers meet the matrix of each expert.
-            _, rows, columns = matrix_of(module, parameter)
-        else:
-            weight: Any = module.weight
-            rows, columns = matrix_shape(shape_of(weight), kind)
-        is_table = kind == "embedding"
-        specs[name] = EncodeSpec(
-            kind,
-            (rows, columns),
-            inventory.table_bits or 0 if is_table else width,
-            grid_of(module, own, parameter, inventory.table_bits),
-            # A weight that a head shares with a table is stored as a table.
-            is_table=is_table or name in inventory.tied.values(),
-            matrices=() if kind == "experts" else None,
-            inputs=config.activations.grid if kind in ("linear", "conv1d") else None,
-            pack_bits=config.pack_bits or 0,
-        )
-    return specs
-
-
-def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
-    """Describe the model as it will be delivered if scheduled layers end at these bits, where there is a choice."""
-    model = pretrained(inventory.model)
-
-    def saved(name: str) -> str:
-        return plain_name(name, inventory.adapters) or ""
-
-    fault = _float_inputs(inventory, config, bits)
-    rounded = config.activations.scale if fault is None else None
-
-    floats = {
-        saved(name)
-        for name, module in inventory.modules.items()
-        if hasattr(module, "weight")
-    }
-    for name, module in inventory.modules.items():
-        for parameter in experts_parameters(module):
-            if f"{name}.{parameter}" not in inventory.experts:
-                floats.add(saved(f"{name}.{parameter}"))
-    weights: dict[str, Weight] = {}
-    for name, spec in _specs(inventory, config, bits).items():
-        weight = Weight(
-            spec.kind,
-            *spec.matrix_shape,
-            spec.bits,
-            spec.row_size,
-            spec.grid.symmetric,
-            has_codes(form_of(spec, "packed")),
-            None if spec.inputs is None else rounded,
-            spec.format,
-            spec.at(spec.bits).width,
-        )
-        # Beside packed layers, experts that are not split keep their name.
-        if name not in inventory.experts or not weight.packed:
-            weights[saved(name)] = weight
-            continue
-        parent, _, parameter = name.rpartition(".")
-        experts, *_ = matrix_of(inventory.experts[name], parameter)
-        for index in range(experts):
-            matrix = replace(weight, kind="linear")
-            weights[f"{saved(parent)}.{index}.{parameter}"] = matrix
-    for name, owner in inventory.tied.items():
-        # A weight that a head shares with a table is stored as a table.
-        is_table = isinstance(inventory.modules[name], nn.Embedding)
-        if is_table and saved(owner) in weights:
-            weights[saved(name)] = replace(weights.pop(saved(owner)), kind="embedding")
-    return Description(
-        architecture=without_fsdp(type(model)).__name__,
-        weights=weights,
-        floats=floats - weights.keys(),
-        is_encoder_decoder=bool(
-            getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-        ),
-        scales=config.grid.scale_dtype,
-    )
 
 
 def served_table(verdicts: Sequence[Verdict]) -> str:

@@ -701,7 +701,7 @@ class MoQTrainer(MoQMixin, Trainer):
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     args = TrainingArguments(folder, max_steps=3, use_cpu=True, report_to=[])
     ...     trainer = MoQTrainer(model, args, train_dataset=data, moq_config=config)
-    >>> trainer.moq.controller.layers["bert.pooler.dense"]
+    >>> trainer.moq.controller.layers["bert.pooler.dense"].module
     QuantLinear(in_features=16, out_features=16, bias=True, bits=6)
     """
 

@@ -6,19 +6,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# What a quantized layer is: "conv1d" is GPT-2's transposed linear layer, "conv" a
-# convolution, "experts" a parameter `[experts, rows, columns]`, and "experts_t" one
-# `[experts, columns, rows]`.
+# "conv1d" is GPT-2's transposed linear layer, "conv" a convolution, "experts" a parameter
+# `[experts, rows, columns]`, and "experts_t" one `[experts, columns, rows]`.
 Kind = Literal["linear", "conv1d", "embedding", "conv", "experts", "experts_t"]
 
 
 def to_rows(weight: Tensor, kind: str) -> Tensor:
     """The matrix `[rows, columns]` of a weight: a view, or a copy.
 
-    It is a copy of a convolution's weight that is not contiguous, and for "experts_t",
-    whose rows cannot be a view. A convolution has a row for each output channel,
-    `[out_channels, in_channels / groups * kernel]`. The matrices of experts stand one
-    below the other.
+    It is a copy for "experts_t", and for convolutions that are not contiguous. A
+    convolution has a row for each output channel, `[out_channels, in_channels / groups *
+    kernel]`. The matrices of experts are stacked along rows.
 
     >>> import torch
     >>> to_rows(torch.ones(3, 2), "conv1d").shape, to_rows(torch.ones(3, 2, 5, 5), "conv").shape

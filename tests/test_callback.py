@@ -196,11 +196,11 @@ def test_mixed_precision_quantizes_into_the_matmul_s_dtype(tmp_path: Path) -> No
     trainer = moq(tmp_path, bf16=True)
     trainer.train()
     layers = quant_layers(trainer.model)
-    assert {layer.weight.dtype for layer in layers.values()} == {torch.float32}
+    assert {layer.float_weight.dtype for layer in layers.values()} == {torch.float32}
     layer = layers["bert.pooler.dense"]
-    exact = q.fake_quantize(layer.weight.detach(), 3, Grid(RowBlocks(4)), ratio=layer.moq.ratio)
+    exact = q.fake_quantize(layer.float_weight.detach(), 3, Grid(RowBlocks(4)), ratio=layer.moq.ratio)
     seen: list[torch.Tensor] = []
-    layer.register_forward_pre_hook(lambda *_: seen.append(layer.quantized_weight()))
+    layer.module.register_forward_pre_hook(lambda *_: seen.append(layer.quantized_weight()))
     trainer.evaluate(rows(8))
     assert torch.equal(seen[0], exact.to(torch.bfloat16))
 

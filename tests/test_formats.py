@@ -1,15 +1,22 @@
-"""The form "gemma" is what transformers computes with; the others are read back where they are delivered."""
+"""The form "gemma" is what transformers computes with, and a layout is known by its line in the table alone."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from transformers.integrations import gemma_quant
 
-from moq_hf.formats import gemma, pack_quantized
-from moq_hf.formats.stored import EncodeSpec, SharedScheme, StoredLayer, StoredWeight
+from moq_hf import quantize_model, save_quantized, verify_quantized
+from moq_hf.formats import floats, gemma, pack_quantized
+from moq_hf.formats.layout import LayoutSpec
+from moq_hf.formats.stored import StoredWeight
+from moq_hf.formats.table import LAYOUTS
 from moq_hf.grid import Grid, PerChannel, PerGroup
+from moq_hf.packed.state import served_by
 from moq_hf.quantizer import dequantize, quantize
+from moq_hf.weight_spec import SharedScheme, WeightSpec
 
 
 @pytest.mark.parametrize("columns", [47, 48])
@@ -20,12 +27,9 @@ def test_gemma_is_what_transformers_computes(bits: int, columns: int) -> None:
     weight = torch.randn(40, columns, generator=torch.Generator().manual_seed(bits))
     weight[3] = 0.0
     values = quantize(weight, bits, grid)
-    linear, table = (EncodeSpec(kind, (40, columns), bits, grid) for kind in ("linear", "embedding"))
+    linear, table = (WeightSpec(kind, (40, columns), bits, grid, gemma.FORM.name) for kind in ("linear", "embedding"))
     encoded = gemma.write(values, linear)
-    layer = StoredLayer(
-        "linear", bits, "dense", (40, columns), (40, 1), True, 0, 0, None, encoded.grid, grid.at(bits).is_full
-    )
-    stored = StoredWeight("w", layer, encoded.scheme, encoded.parts)
+    stored = StoredWeight("w", linear, encoded.scheme, encoded.parts)
     found = gemma.read(stored)
     stored.check(found)
     assert found.codes.equal(values.codes)
@@ -59,7 +63,7 @@ def test_gemma_is_what_transformers_computes(bits: int, columns: int) -> None:
         ({"kind": "embedding", "is_table": True, "shared": SharedScheme(None, True, True)}, None),
         ({"grid": Grid(symmetric=False), "shared": SharedScheme(None, False, True)}, None),
         (
-            {"grid": Grid(symmetric=False), "shared": SharedScheme(None, False, True), "matrix_shape": (2, 64)},
+            {"grid": Grid(symmetric=False), "shared": SharedScheme(None, False, True), "shape": (2, 64)},
             "zero points are too few",
         ),
         ({"shared": SharedScheme(48, True, True)}, "whole groups"),
@@ -67,7 +71,23 @@ def test_gemma_is_what_transformers_computes(bits: int, columns: int) -> None:
     ],
 )
 def test_what_cannot_be_packed_has_one_reason(spec: Any, why: str | None) -> None:
-    made = EncodeSpec(**{"kind": "linear", "matrix_shape": (64, 64), "bits": 4, "grid": Grid(), **spec})
+    made = WeightSpec(**{"kind": "linear", "shape": (64, 64), "bits": 4, "grid": Grid(), **spec})
     found = pack_quantized.misfit(made)
     assert pack_quantized.fits(made) is (found is None)
     assert (found is None) if why is None else (found is not None and why in found)
+
+
+def test_a_layout_is_a_line_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        LAYOUTS, "toy", LayoutSpec("toy", (pack_quantized.FORM, floats.FORM), {"transformers": "5.1.0"})
+    )
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=32, **shape)).eval()
+    quantize_model(model, bits=4)
+    batch = {"input_ids": torch.arange(8).view(2, 4)}
+    found = verify_quantized(save_quantized(model, tmp_path, inputs=batch, layout="toy"), model)
+    assert found.proof is not None and found.proof.agrees
+    assert (found.state["layout"], found.state["needs"]) == ("toy", {"transformers": "5.1.0"})
+    assert {layer.stored for layer in found.layers.values()} == {"packed"}
+    first, *_ = served_by(tmp_path)
+    assert first.answer == "yes"

@@ -8,8 +8,10 @@ from repo import ROOT
 
 PACKAGE = ROOT / "moq_hf"
 # Run without PyTorch: the schedule is pure Python, and JSON is read with pydantic.
-STANDARD_LIBRARY_ONLY = {"version", "grid", "schedule", "forecast"}
+STANDARD_LIBRARY_ONLY = {"version", "grid", "schedule", "forecast", "servers"}
 WITH_PYDANTIC = {"arguments", "config", "config_fields", "config_reading", "dialect", "errors"}
+# What is known of a weight, a folder and a server stands below the rooms that use it.
+BELOW_MODEL = ("weight_spec", "serving", "servers", "formats")
 CONFIG_LIBRARIES = {"pydantic", "pydantic_core", "moq_hf"} | sys.stdlib_module_names
 
 
@@ -62,6 +64,10 @@ def test_imports_lead_one_way() -> None:
             found.append(f"{module} needs more than the standard library: {sorted(top)}")
         if module in WITH_PYDANTIC and not top <= CONFIG_LIBRARIES:
             found.append(f"{module} needs more than pydantic: {sorted(top)}")
+    for module in filter(lambda name: name.startswith(BELOW_MODEL), by_module):
+        above = {name for name in by_module[module] if name.startswith(("model", "packed", "training", "export"))}
+        if above:
+            found.append(f"{module} is below what it imports: {sorted(above)}")
     for graph in (by_module, by_folder):
         try:
             TopologicalSorter(graph).prepare()

@@ -373,7 +373,7 @@ def test_overrides_are_fixed_outside_of_a_budget(budget: dict[str, Any], tmp_pat
     # The budget is of the others alone, or of the whole file.
     assert not any(".layer.0." in name for name in controller.choice.blocks)
     if "mean" in budget:
-        weights = {name: layer.weight.numel() for name, layer in controller.layers.items() if name in others}
+        weights = {name: layer.float_weight.numel() for name, layer in controller.layers.items() if name in others}
         mean = sum(others[name] * count for name, count in weights.items()) / sum(weights.values())
         assert controller.choice.reached == pytest.approx(mean) and mean <= 3.0
     else:

@@ -13,9 +13,10 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from moq_hf import MoQError, dequantize_model, quantize_model, quantizer
 from moq_hf.config import MoQConfig
-from moq_hf.model.convert import check_bypassed_weights, quant_layers
+from moq_hf.model.convert import quant_layers
+from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
-from moq_hf.quant_experts import QuantExperts, quantized_in
+from moq_hf.quant_linear import QuantModule, quantized_in
 from moq_hf.training.measuring import measuring
 from moq_hf.weight_matrix import from_rows, parameter_of, to_rows
 
@@ -54,6 +55,8 @@ def test_every_implementation_computes_with_the_quantized_experts(name: str) -> 
     three = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
     assert experts == three and all(f"{n}.weight" in names for n in layers.keys() - set(experts))
     assert not any("gate.weight" in name or "router" in name for name in layers)
+    # Each parameter draws its own random numbers.
+    assert len({layer.moq.seed.layer for layer in layers.values()}) == len(layers)
     by_hand(model, plain)
     for one in (model, plain):
         one.train()
@@ -85,17 +88,6 @@ def test_no_two_experts_share_a_scale(name: str, grid: dict[str, Any]) -> None:
         assert scales == (4, 1)
 
 
-STOCHASTIC = at_bits(4, quantize_algo={"rounding": "stochastic"})
-
-
-@pytest.mark.parametrize("config", [at_bits(1), at_bits(4, quantize_type="asymmetric"), at_bits(9), STOCHASTIC])
-def test_other_grids(config: dict[str, Any]) -> None:
-    model = quantize_model(mixture(), {**config, "quantize_groups": "per_channel"})
-    # Of stochastic rounding each parameter has draws of its own.
-    assert len({layer.moq.seed.layer for layer in quant_layers(model).values()}) == len(quant_layers(model))
-    assert torch.equal(logits(model), logits(by_hand(model, mixture())))
-
-
 def test_copies_pickles_and_what_changes_the_weights() -> None:
     model = quantized()
     expected = logits(model)
@@ -106,6 +98,10 @@ def test_copies_pickles_and_what_changes_the_weights() -> None:
         other.train().eval()
         assert not torch.equal(logits(other), expected)
     assert torch.equal(logits(model), expected)
+    handle = quant_layers(model)[WEIGHT]
+    copied = copy.deepcopy(handle)
+    assert handle == quant_layers(model)[WEIGHT] != copied
+    assert torch.equal(copied.quantized_weight(), handle.quantized_weight())
 
     model.load_state_dict({name: 2 * tensor for name, tensor in model.state_dict().items()})
     layer = quant_layers(model)[WEIGHT]
@@ -130,7 +126,7 @@ def test_dequantized_and_quantized_again() -> None:
     experts = model.model.layers[0].mlp.experts
     cls, floats = type(plain.model.layers[0].mlp.experts), logits(plain)
     expected = logits(model)
-    assert isinstance(experts, QuantExperts) and len(quantized_in("", experts)) == 2
+    assert isinstance(experts, QuantModule) and len(quantized_in("", experts)) == 2
     quantize_model(model, at_bits(4, modules_to_not_convert=["layers.0", "gate_up_proj", "lm_head"], **GROUPS))
     assert type(experts) is cls and "model.layers.1.mlp.experts.down_proj" in quant_layers(model)
     # The one that stays in float is read as it is.
@@ -212,47 +208,47 @@ def test_what_is_wrong_is_named() -> None:
     assert len(quant_layers(quantize_model(mixture(), at_bits(4, quantize_groups=8, **only)))) == 4
 
 
-def test_a_model_that_reads_past_the_quantized_weight_is_told() -> None:
-    model = quantized()
-    experts = model.model.layers[0].mlp.experts
-
-    experts.forward = lambda hidden, *_: hidden @ experts._parameters["down_proj"].sum(0)[:, :32]
-    model.train()
-    model(IDS, labels=IDS).loss.backward()
-    with pytest.raises(MoQError, match=rf"past their quantization: {WEIGHT}; .*add \"{WEIGHT}\" to"):
-        check_bypassed_weights(quant_layers(model))
+def inventory_of(model: nn.Module, **more: Any) -> Inventory:
+    return take_inventory(model, MoQConfig.from_dict(at_bits(4, **more)))
 
 
-def test_routers_and_named_experts_stay_in_float() -> None:
-    config = MoQConfig.from_dict(at_bits(4, modules_to_not_convert=["experts"], quantize_heads=True))
-    found = take_inventory(mixture(), config)
+def test_named_experts_stay_in_float() -> None:
+    found = inventory_of(mixture(), modules_to_not_convert=["experts"], quantize_heads=True)
     assert found.experts == {} and "lm_head" in found.layers
+
+
+def experts_in_one() -> nn.ModuleDict:
+    experts = mixture().model.layers[0].mlp.experts
+    return nn.ModuleDict({"router": nn.Linear(32, 4), "dense": nn.Linear(4, 5), "experts": experts})
+
+
+def experts_in_a_list() -> nn.ModuleDict:
+    """As Switch Transformers and much code on the Hub have them."""
+    attention = nn.ModuleDict({"key": nn.Linear(32, 4)})
+    experts = nn.ModuleList(nn.Linear(32, 4) for _ in range(4))
+    parts = {"gate": nn.Linear(32, 4), "dense": nn.Linear(32, 8), "attention": attention, "experts": experts}
+    return nn.ModuleDict(parts)
+
+
+def test_routers_stay_in_float() -> None:
     qwen = Qwen2MoeForCausalLM(
         Qwen2MoeConfig(
             **SHAPE, **PAIR, intermediate_size=32, moe_intermediate_size=32, shared_expert_intermediate_size=32,
             num_experts=4,
         )
     )  # fmt: skip
-    found = take_inventory(qwen, MoQConfig.from_dict(at_bits(4)))
+    found = inventory_of(qwen)
     routing = [name for name, reason in found.left_out.items() if reason == "routes to experts"]
     assert routing == [f"model.layers.{i}.mlp.shared_expert_gate" for i in (0, 1)]
     assert len(found.experts) == 4 and "model.layers.0.mlp.shared_expert.up_proj" in found.layers
-
-    block = nn.ModuleDict(
-        {"router": nn.Linear(32, 4), "dense": nn.Linear(4, 5), "experts": mixture().model.layers[0].mlp.experts}
-    )
-    found = take_inventory(nn.ModuleList([block, nn.Linear(5, 4)]), MoQConfig.from_dict(at_bits(4)))
-    assert list(found.scheduled) == ["0.dense", "0.experts.gate_up_proj", "0.experts.down_proj"]
-    assert found.left_out == {"0.router": "routes to experts", "1": None}
-    # Experts that are modules, as Switch Transformers and much code on the Hub have them.
-    block = nn.ModuleDict(
-        {
-            "gate": nn.Linear(32, 4),
-            "dense": nn.Linear(32, 8),
-            "attention": nn.ModuleDict({"key": nn.Linear(32, 4)}),
-            "experts": nn.ModuleList(nn.Linear(32, 4) for _ in range(4)),
-        }
-    )
-    found = take_inventory(nn.ModuleList([block, nn.Linear(5, 4)]), MoQConfig.from_dict(at_bits(4)))
-    assert list(found.scheduled) == ["0.dense", "0.attention.key", *(f"0.experts.{number}" for number in range(4))]
-    assert found.left_out == {"0.gate": "routes to experts", "1": None}
+    for block, router, kept in (
+        (experts_in_one(), "router", ["dense", "experts.gate_up_proj", "experts.down_proj"]),
+        (experts_in_a_list(), "gate", ["dense", "attention.key", *(f"experts.{number}" for number in range(4))]),
+    ):
+        found = inventory_of(nn.ModuleList([block, nn.Linear(5, 4)]))
+        assert list(found.scheduled) == [f"0.{name}" for name in kept]
+        assert found.left_out == {f"0.{router}": "routes to experts", "1": None}
+        # So does that of a block by itself.
+        assert inventory_of(block, quantize_heads=True).left_out == {router: "routes to experts"}
+    with pytest.raises(MoQError, match="left to quantize: router routes to experts, dense is in modules_to_not"):
+        quantize_model(experts_in_one(), at_bits(4, modules_to_not_convert=["dense", "experts"]))

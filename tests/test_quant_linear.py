@@ -16,10 +16,11 @@ from transformers.pytorch_utils import Conv1D
 from moq_hf import MoQError, QuantLinear, dequantize_model, quantize_model
 from moq_hf import quantizer as q
 from moq_hf.config import MoQConfig
-from moq_hf.grid import Grid, RowBlocks
+from moq_hf.grid import Grid, PerChannel, RowBlocks
 from moq_hf.model.convert import quant_layers
 from moq_hf.model.selection import take_inventory
 from moq_hf.training.controller import MoQController
+from moq_hf.weight_matrix import from_rows, to_rows
 
 CONFIG = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_groups": 4}
 STOCHASTIC = {**CONFIG, "quantize_algo": {"rounding": "stochastic"}}
@@ -48,11 +49,6 @@ def net(*, kind: type[nn.Linear] = nn.Linear) -> nn.Sequential:
     return nn.Sequential(kind(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
-def expected(layer: nn.Linear, bits: int = 4, **more: Any) -> torch.Tensor:
-    ratio = q.least_squares_ratio(layer.weight, bits, GRID)
-    return q.fake_quantize(layer.weight.detach(), bits, GRID, ratio=ratio, **more)
-
-
 def layer_of(model: nn.Module, index: int = 0) -> QuantLinear:
     layer = model.get_submodule(str(index))
     assert isinstance(layer, QuantLinear)
@@ -76,16 +72,36 @@ def test_keeps_parameters_keys_and_hooks() -> None:
     assert "bits=4" in repr(model[0])
 
 
-def test_forward_is_the_definition_and_the_gradient_passes_straight_through() -> None:
-    model = quantize_model(net(), CONFIG)
-    layer = layer_of(model)
-    x = torch.randn(5, 8)
-    out = layer(x)
-    assert torch.equal(out, nn.functional.linear(x, expected(layer), layer.bias))
-    (out * torch.arange(16.0)).sum().backward()
-    plain = expected(layer).requires_grad_()
-    (nn.functional.linear(x, plain, layer.bias.detach()) * torch.arange(16.0)).sum().backward()
-    assert layer.weight.grad is not None and torch.equal(layer.weight.grad, plain.grad)
+FORMS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(8, 16), (5, 8)),
+    "Conv1D": (lambda: Conv1D(16, 8), (5, 8)),
+    "plain": (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9)),
+    "grouped": (lambda: nn.Conv2d(4, 8, (3, 2), stride=2, groups=2, bias=False), (2, 4, 9, 9)),
+    "depthwise": (lambda: nn.Conv2d(6, 6, 3, padding=1, groups=6, padding_mode="reflect"), (2, 6, 5, 5)),
+    "dilated": (lambda: nn.Conv2d(2, 3, 3, dilation=2, padding="same"), (2, 2, 7, 7)),
+    "one dimension": (lambda: nn.Conv1d(4, 6, 5, stride=2, padding=2, padding_mode="circular"), (2, 4, 12)),
+    "one example": (lambda: nn.Conv1d(4, 6, 3), (4, 12)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forward_is_the_definition_and_the_gradient_passes_straight_through(name: str) -> None:
+    make, shape = FORMS[name]
+    layer = make()
+    plain = copy.deepcopy(layer)
+    is_convolution = not isinstance(layer, nn.Linear | Conv1D)
+    config = {**CONFIG, "quantize_groups": "per_channel", "quantize_convolutions": is_convolution}
+    quantize_model(nn.Sequential(layer), {**config, "quantize_heads": True})
+    matrix = to_rows(plain.weight.detach(), layer.moq.kind)
+    grid = Grid(PerChannel(), full=None)
+    matrix = q.fake_quantize(matrix, 4, grid, ratio=q.least_squares_ratio(matrix, 4, grid))
+    plain.weight = nn.Parameter(from_rows(matrix, layer.moq.kind, plain.weight.shape).contiguous())
+    inputs = torch.randn(shape)
+    found, wanted = layer(inputs), plain(inputs)
+    assert torch.equal(found, wanted)
+    found.square().sum().backward()
+    wanted.square().sum().backward()
+    assert layer.weight.grad is not None and torch.equal(layer.weight.grad, plain.weight.grad)
 
 
 def test_is_differentiable_twice_and_by_torch_func() -> None:
@@ -114,21 +130,6 @@ def test_weights_that_a_model_adds_have_gradients_of_their_own() -> None:
     assert first.weight.grad.data_ptr() != second.weight.grad.data_ptr()
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, Named])
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_are_independent(kind: type[nn.Linear], clone: Any) -> None:
-    model = quantize_model(net(kind=kind), STOCHASTIC)
-    copied = clone(model)
-    x = torch.randn(3, 8)
-    assert torch.equal(model(x), copied(x))
-    assert type(copied[0]) is type(model[0])
-    optimizer = torch.optim.SGD(copied.parameters(), lr=0.5, fused=True)
-    before = model(x)
-    copied(x).sum().backward()
-    optimizer.step()
-    assert torch.equal(model(x), before) and not torch.equal(copied(x), before)
-
-
 # Dynamo itself instantiates the autograd function that it traces (torch 2.13); drop this when it no longer does.
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
 def test_bits_change_without_recompiling() -> None:
@@ -152,18 +153,43 @@ def test_bits_change_without_recompiling() -> None:
     torch._dynamo.reset()
 
 
-def test_dequantize_keeps_the_outputs_or_the_float_weights() -> None:
-    x = torch.randn(3, 8)
-    model = quantize_model(net(), CONFIG)
-    out, weight = model(x), layer_of(model).weight.detach().clone()
+ROWS = torch.randn(3, 8, 8)
+LAYERS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, str]] = {
+    "linear": (lambda: nn.Linear(8, 8), ROWS, "QuantLinear(in_features=8, out_features=8, bias=True, bits=4)"),
+    "a subclass": (lambda: Named(8, 8), ROWS, "QuantNamed(in_features=8, out_features=8, bias=True, bits=4)"),
+    "Conv1D": (lambda: Conv1D(8, 8), ROWS, "QuantConv1D(nf=8, nx=8, bits=4)"),
+    "convolution": (lambda: nn.Conv1d(8, 8, 1), ROWS, "QuantConv1d(8, 8, kernel_size=(1,), stride=(1,), bits=4)"),
+    "table": (lambda: nn.Embedding(9, 8), torch.arange(9), "QuantEmbedding(9, 8, bits=4)"),
+}
+
+MORE: dict[str, dict[str, Any]] = {
+    "convolution": {"quantize_convolutions": True},
+    "table": {"quantize_embeddings": 4},
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_copies_are_independent_and_layers_become_what_they_were(kind: str) -> None:
+    make, x, told = LAYERS[kind]
+    model = nn.Sequential(make(), nn.Linear(8, 8), nn.Linear(8, 2))
+    before, plain = model(x), type(model[0])
+    quantize_model(model, {**STOCHASTIC, **MORE.get(kind, {})})
+    out = model(x)
+    assert repr(model[0]) == told and not torch.equal(out, before)
+    for clone in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+        copied = clone(model)
+        assert torch.equal(copied(x), out) and type(copied[0]) is type(model[0])
+        optimizer = torch.optim.SGD(copied.parameters(), lr=0.5, fused=True)
+        copied(x).sum().backward()
+        optimizer.step()
+        assert torch.equal(model(x), out) and not torch.equal(copied(x), out)
     back = dequantize_model(copy.deepcopy(model), weights="float")
-    assert type(back[0]) is nn.Linear and torch.equal(back[0].weight, weight)
-    assert torch.equal(dequantize_model(model)(x), out)
-    assert [type(m) for m in model] == [type(m) for m in net()]
-    # Of a folder that is unpacked while loading, transformers makes such a model.
-    assert torch.equal(dequantize_model(model)(x), out)
+    assert type(back[0]) is plain and torch.equal(back(x), before)
+    # Of a folder that is unpacked while loading, transformers makes a plain model, too.
+    for _ in range(2):
+        assert torch.equal(dequantize_model(model)(x), out) and type(model[0]) is plain
     with pytest.raises(MoQError, match="weights must be one of quantized, float, got 'int8'"):
-        dequantize_model(quantize_model(net(), CONFIG), weights="int8")  # type: ignore[arg-type]
+        dequantize_model(model, weights="int8")  # type: ignore[arg-type]
 
 
 def test_quantizing_again_follows_the_new_config() -> None:
@@ -275,7 +301,7 @@ def test_weights_that_are_no_floats_in_plain_memory_are_told(kind: str) -> None:
     make, reason = NO_FLOATS[kind]
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 2))
     model[0].weight = nn.Parameter(make(), requires_grad=False)
-    says = rf"these layers cannot be quantized: 0 \({re.escape(reason)}\): start from a model in float32, .* or name"
+    says = rf"these layers cannot be quantized: {re.escape(reason)} \(0\): start from a model in float32, .* or name"
     for prepare in (quantize_model, lambda *given: MoQController(given[0], MoQConfig.from_dict(given[1]))):
         with pytest.raises(MoQError, match=says):
             prepare(model, CONFIG)

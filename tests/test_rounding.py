@@ -78,7 +78,7 @@ def test_static_ranges_are_the_largest_magnitudes_of_the_examples(
     layers = quant_layers(tiny_bert)
     seen: dict[str, Tensor] = {}
     name = "bert.encoder.layer.0.attention.self.query"
-    layers[name].register_forward_pre_hook(lambda _, args: seen.update({name: args[0].detach().abs().amax()}))
+    layers[name].module.register_forward_pre_hook(lambda _, args: seen.update({name: args[0].detach().abs().amax()}))
     ranges = {name: layer.moq.inputs.range.item() for name, layer in layers.items() if layer.moq.inputs is not None}
     tiny_bert.eval()(**tiny_batch)
     assert ranges.keys() == layers.keys() and ranges[name] == pytest.approx(float(seen[name]))

@@ -77,7 +77,7 @@ def test_a_weight_that_is_whole_in_passes_alone_is_quantized_in_them(
     monkeypatch.setattr(processes, "whole_of_partitions", lambda weight: engine.values.clone())
     quantize_model(parted, config)
     layer: Any = parted[0]
-    assert layer.matrix_shape == plain[0].matrix_shape
+    assert quant_layers(parted)["0"].matrix_shape == quant_layers(plain)["0"].matrix_shape
     shape = (4, 6) if isinstance(layer, nn.Linear) else (4, 4, 3)
     inputs, copies = [torch.randn(shape).requires_grad_()], []
     inputs.append(inputs[0].detach().clone().requires_grad_())
@@ -101,7 +101,7 @@ def test_a_weight_that_is_whole_in_passes_alone_is_quantized_in_them(
     assert len(copies) == 2 and torch.equal(inputs[1].grad, inputs[0].grad)  # type: ignore[arg-type]
     gradient: Any = plain[0].weight.grad  # type: ignore[union-attr]
     assert torch.equal(layer.parameter("weight").grad, gradient)
-    assert torch.equal(layer.quantized_copy(torch.float32), plain[0].quantized_weight())  # type: ignore[operator]
+    assert torch.equal(quant_layers(parted)["0"].quantized_copy(torch.float32), plain[0].quantized_weight())  # type: ignore[operator]
 
 
 def test_layers_that_were_tied_later_quantize_what_fsdp2_hands_over_each_in_its_way(alone: None) -> None:
@@ -109,9 +109,8 @@ def test_layers_that_were_tied_later_quantize_what_fsdp2_hands_over_each_in_its_
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     quantize_model(model, FIXED)
     layers = quant_layers(model)
-    first, second = layers["0"], layers["1"]
-    first.weight = second.weight
-    first.set_bits(8)
+    model[0].weight = model[1].weight
+    layers["0"].set_bits(8)
     expected = {name: layer.quantized_weight().detach() for name, layer in layers.items()}
     assert not torch.equal(expected["0"], expected["1"])
     inputs = torch.randn(4, 6)
@@ -141,7 +140,7 @@ def test_a_policy_of_half_precision_hands_over_rounded_weights(training: bool, a
     assert torch.equal(found[0], expected)
     assert layer.moq.handed_dtype == torch.bfloat16
     # What is saved is rounded in the same way first.
-    assert torch.equal(layer.quantized_copy(torch.bfloat16), expected)
+    assert torch.equal(quant_layers(model)["bert.pooler.dense"].quantized_copy(torch.bfloat16), expected)
     with gathered_state_dict(model) as tensors:
         save_quantized(model, tmp_path, state_dict=tensors)
     saved: Any = dequantize_model(AutoModelForSequenceClassification.from_pretrained(tmp_path))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from moq_hf import quantize_model, quantizer, triton_launch, triton_search
 from moq_hf.grid import Format, Grid, PerChannel, PerGroup, RowBlocks, ScaleDtype
+from moq_hf.model.convert import quant_layers
 
 __all__ = ["members_are_known", "quiet", "untried"]
 
@@ -143,7 +144,7 @@ def test_a_layer_searches_with_it_unless_told_not_to() -> None:
         config = {"quantize_bits": {"start_bits": 4, "target_bits": 4}}
         quantize_model(model, config | ({} if kernel is None else {"quantizer_kernel": kernel}))
         triton_launch.works.clear()
-        model[0].search_ratios()
+        quant_layers(model)["0"].search_ratios()
         assert list(triton_launch.works.values()) == launched
         expected = quantizer.least_squares_ratio(model[0].float_weight, 4, model[0].moq.grid)
         assert torch.equal(model[0].moq.ratio, expected)

@@ -22,9 +22,10 @@ from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
 from ..packed.load_check import quiet
 from ..packed.pack import model_class, read_config
+from ..packed.reading import stored_weights
 from ..packed.state import check_taken
-from ..packed.verify import Verification, stored_weights, verify_quantized
-from ..serving import ONNX
+from ..packed.verify import Verification, verify_quantized
+from ..servers import ONNX
 
 TOLERANCE = 1e-4
 GLUE = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")

@@ -33,6 +33,16 @@ def export_floats(
     folder = Path(directory)
     target = new_path(out)
     verify_quantized(folder)
+    write_floats(folder, target)
+    return Path(out)
+
+
+def write_floats(folder: Path, target: Path) -> Path:
+    """Do so with a checkpoint that was verified, and return the folder.
+
+    Raises:
+        MoQError: As `export_floats`.
+    """
     if (folder / ADAPTER).exists():
         raise MoQError(
             f"{folder} has adapters in {ADAPTER}/, which floats of the base model would leave out"
@@ -51,4 +61,4 @@ def export_floats(
             if ties_in_files(model, parameters)[1]:
                 untie(staging / CONFIG)
             copy_tokenizer(folder, staging)
-    return Path(out)
+    return target

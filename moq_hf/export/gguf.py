@@ -41,15 +41,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import MoQError, explained, listed, require
-from ..formats.stored import StoredLayer, by_matrix
 from ..grid import FP4
+from ..packed.differences import differences
 from ..packed.files import new_path, staged
+from ..packed.reading import read_parts
 from ..packed.state import check_taken
-from ..packed.verify import stored_weights, verify_quantized
+from ..packed.verify import recorded
 from ..quantizer import Quantized, dequantize, per_weight
-from ..serving import GGUF
+from ..servers import GGUF
 from ..text import progress
-from .floats import export_floats
+from ..weight_spec import WeightSpec
+from .floats import write_floats
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
 _COPIED = (*_FLOATS, "I8", "I16", "I32", "I64")
@@ -70,27 +72,27 @@ _NOT_COPIED = (
 _RELATIVE = 2.0**-7
 # It may also have been rounded to float16, whose smallest number this is.
 _ABSOLUTE = 2.0**-24
-# What llama.cpp calls its converter.
+# The name of llama.cpp's converter.
 _CONVERTER = "convert_hf_to_gguf.py"
 # Weights of a row that share a scale.
 _SIZE = 32
 # Twice the numbers of E2M1, in the order of their codes.
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int16)
-# What holds its scales.
+# The dtypes of its scales.
 _FP4_SCALES = {"MXFP4": torch.float8_e8m0fnu, "NVFP4": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
 class GgufExport:
-    """What `export_gguf` wrote.
+    """A GGUF file that `export_gguf` wrote.
 
     Attributes:
         path: The file.
         bytes: Size of the file.
         base_bytes: Size of the base.
-        types: How many tensors of the file are of each type.
-        layers: The type that each quantized layer has; that of the base, if llama.cpp
-            takes no blocks there.
+        types: How many tensors have each type.
+        layers: The type of each quantized layer; that of the base where llama.cpp
+            takes no blocks.
         weight_error: The largest error of a weight by the rounding of scales to
             float16, in quantization steps.
     """
@@ -130,8 +132,8 @@ def export_gguf(
     """Write a packed checkpoint as a GGUF file with the checkpoint's own integers.
 
     Symmetric layers of up to 4 bits become Q4_0, of 5 to 8 bits Q8_0; asymmetric ones
-    of up to 4 bits Q4_1. Scales become float16. Those of `format` become MXFP4
-    and NVFP4, with the scales that they have. The file is read back and compared
+    of up to 4 bits Q4_1. Scales become float16. Layers in the formats `mxfp4` and
+    `nvfp4` become MXFP4 and NVFP4, with their own scales. The file is read back and compared
     before it appears.
 
     Args:
@@ -157,28 +159,40 @@ def export_gguf(
             "llama.cpp/convert_hf_to_gguf.py), or base, what that made of the checkpoint as floats, and not both"
         )
     new_path(out)
-    check_taken(Path(directory), GGUF)
-    with tempfile.TemporaryDirectory(prefix="moq-hf-") as folder:
-        if converter is not None:
-            base = _convert(directory, Path(folder), Path(converter))
-        return _export(Path(directory), Path(out), Path(cast(str, base)))
+    folder = Path(directory)
+    check_taken(folder, GGUF)
+    script = None if converter is None else _script_in(Path(converter))
+    layers, weights = _codes_in(folder)
+    with tempfile.TemporaryDirectory(prefix="moq-hf-") as place:
+        if script is not None:
+            base = _convert(folder, Path(place), script)
+        return _export(folder, Path(out), Path(cast(str, base)), layers, weights)
 
 
-def _convert(directory: str | os.PathLike[str], folder: Path, converter: Path) -> Path:
-    """Make the base in `folder`, with llama.cpp's converter in a process of its own.
+def _script_in(converter: Path) -> Path:
+    """Find llama.cpp's converter, given as the file or its folder.
 
     Raises:
-        MoQError: There is no converter, or it fails; has the end of what it said.
+        MoQError: It is not there, or what most models' converters read tokenizers with
+            is not installed, without which they end in a traceback.
     """
     script = converter / _CONVERTER if converter.is_dir() else converter
     if not script.is_file():
         raise MoQError(
             f"{script} is not there: llama.cpp's repository has {_CONVERTER} at its top"
         )
-    # Most models' converters read the tokenizer with it, and end in a traceback without.
     require("gguf", "sentencepiece")
-    floats = export_floats(directory, folder / "floats")
-    base = folder / "base.gguf"
+    return script
+
+
+def _convert(directory: Path, place: Path, script: Path) -> Path:
+    """Make the base in `place`, with llama.cpp's converter in a process of its own.
+
+    Raises:
+        MoQError: It fails; has the end of what it said.
+    """
+    floats = write_floats(directory, place / "floats")
+    base = place / "base.gguf"
     arguments = [floats, "--outtype", "f16", "--outfile", base]
     command = [sys.executable, str(script), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -188,35 +202,51 @@ def _convert(directory: str | os.PathLike[str], folder: Path, converter: Path) -
     return base
 
 
-def _export(directory: Path, out: Path, source: Path) -> GgufExport:
-    saved = verify_quantized(directory)
-    # The converter reads the files, so its names of layers are those in the files.
-    names = saved.state["names"] or {}
-    stored = {
-        names.get(name, name): layer
-        for name, layer in saved.layers.items()
-        if layer.stored != "float"
-    }
-    layers = by_matrix(stored)
+def _codes_in(
+    directory: Path,
+) -> tuple[dict[str, WeightSpec], dict[str, Quantized]]:
+    """Verify a packed checkpoint, and return the layers and their codes by their names in the files.
+
+    Raises:
+        MoQError: It is damaged, or a layer has no codes.
+    """
+    # The converter reads the files too.
+    names = recorded(directory).state["names"] or {}
+    layers: dict[str, WeightSpec] = {}
+    weights: dict[str, Quantized] = {}
+    for part in progress(read_parts(directory), "GGUF"):
+        if part.layer is None or part.layer.stored == "float":
+            continue
+        name = names.get(part.name, part.name)
+        layers[name] = part.layer
+        if part.codes is not None:
+            codes = part.codes.codes.to(torch.int8)
+            weights[name] = part.codes._replace(codes=codes)
     if not layers:
         raise MoQError(
             f"{directory}: no layer is quantized yet, so there are no integers to write"
         )
-    read = _Base(source)
-    places = read.places_of(list(layers))
-    weights = {
-        names.get(name, name): matrix
-        for name, matrix in stored_weights(directory).items()
-    }
-    lost = [name for name in layers if name not in weights]
+    lost = sorted(layers.keys() - weights.keys())
     if lost:
         raise MoQError(
             f"{directory}: floats of half precision have no codes any more: {listed(lost)}; leave them out"
         )
-    # Of each tensor one layer's blocks, or those of all experts in turn.
+    return layers, weights
+
+
+def _export(
+    directory: Path,
+    out: Path,
+    source: Path,
+    layers: Mapping[str, WeightSpec],
+    weights: Mapping[str, Quantized],
+) -> GgufExport:
+    read = _Base(source)
+    places = read.places_of(list(layers))
+    # The tensors of the file, with the blocks of a layer or of all experts in turn.
     parts: dict[str, list[Blocks]] = {}
-    for name, layer in progress(layers.items(), "GGUF"):
-        blocks = read.fitted(places[name], weights.pop(name), layer, name)
+    for name, layer in layers.items():
+        blocks = read.fitted(places[name], weights[name], layer, name)
         if not places[name].endswith(_NEVER_IN_BLOCKS):
             parts.setdefault(places[name], []).append(blocks)
     if not parts:
@@ -254,20 +284,20 @@ class Blocks(NamedTuple):
     error: float
 
 
-def blocks_of(stored: Quantized, layer: StoredLayer, where: str) -> Blocks:
+def blocks_of(stored: Quantized, layer: WeightSpec, where: str) -> Blocks:
     """A layer's integers in blocks.
 
     Args:
         stored: As `stored_weights` gives them.
         layer: Its state.
-        where: What an error names.
+        where: Names the layer in an error.
 
     Raises:
         MoQError: A scale, or the value of code 0, is too large or too small for
             float16.
 
     >>> import torch
-    >>> layer = StoredLayer("linear", 4, "packed", (1, 32), (1, 1), True, 0, 0)
+    >>> layer = WeightSpec("linear", (1, 32), 4, stored="packed")
     >>> stored = Quantized(torch.ones(1, 32, dtype=torch.int32), torch.tensor([[0.5]]), None)
     >>> blocks_of(stored, layer, "example").error
     0.0
@@ -360,7 +390,8 @@ class _Base:
 
         self._path = path
         with explained(f"the base {path} cannot be read as a GGUF file of a model"):
-            reader = gguf.GGUFReader(path)
+            # Copied on write, since PyTorch warns of arrays that cannot be written.
+            reader = gguf.GGUFReader(path, "c")
             self.tensors: dict[str, Any] = {
                 tensor.name: tensor for tensor in reader.tensors
             }
@@ -418,7 +449,7 @@ class _Base:
         return places
 
     def fitted(
-        self, place: str, stored: Quantized, layer: StoredLayer, name: str
+        self, place: str, stored: Quantized, layer: WeightSpec, name: str
     ) -> Blocks:
         """A layer's blocks with the rows in the base's order.
 
@@ -527,14 +558,10 @@ class _Base:
         """
         from gguf import GGUFReader
 
-        reader = GGUFReader(path)
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
-        wrong = tensors.keys() ^ self.tensors.keys()
-        for name in tensors.keys() - wrong:
-            data = tensors[name].data.view(np.uint8)
-            expected = self.tensors[name].data.view(np.uint8)
-            if not np.array_equal(data.ravel(), expected.ravel()):
-                wrong.add(name)
+        reader = GGUFReader(path, "c")
+        found = ((tensor.name, _bytes(tensor)) for tensor in reader.tensors)
+        expected = {name: _bytes(tensor) for name, tensor in self.tensors.items()}
+        wrong = {difference.name for difference in differences(found, expected)}
         keys = {name: field.contents() for name, field in _copied(reader).items()}
         names = keys.keys() | self._fields.keys()
         wrong |= {name for name in names if keys.get(name) != self._keys.get(name)}
@@ -542,6 +569,10 @@ class _Base:
             raise MoQError(
                 f"{path}: {', '.join(sorted(wrong))} was not read back as it was written"
             )
+
+
+def _bytes(tensor: Any) -> Tensor:
+    return torch.from_numpy(tensor.data.view(np.uint8))
 
 
 def _copied(reader: Any) -> dict[str, Any]:

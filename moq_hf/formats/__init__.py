@@ -1,14 +1,14 @@
-"""How a quantized weight lies in the files: one module for each form of delivery, all with the same names in it.
+"""How quantized weights lie in the files.
 
-- `fits(spec)`: whether a layer can be stored so.
-- `write(values, spec)`: its codes, scales and zero points as the tensors of the files.
-- `read(stored)`: those tensors as codes, scales and zero points again.
-- `FORMAT`: what compressed-tensors calls the form; None for floats.
-- `WIDTH`: the bits that each code takes, where it does not take its own.
+A `Form` is how one weight lies there: a module writes it, reads it again and says what
+fits. A `LayoutSpec` is how the weights of a folder lie together: which forms may stand in
+it, what `config.json` says, which versions load it. `table` has all of both, the best
+ones first; a layer takes the first form that fits it.
 
 A packed checkpoint is an ordinary transformers folder in the format of
 compressed-tensors, written with that library, so that a process which never heard of
-moq_hf computes the same, bit for bit. `table` says which forms a folder may have, the
-best one first; a layer takes the first that fits it. A new form is a module here and a
-line in that table.
+moq_hf computes the same, bit for bit.
+
+A new form is a module here, and a word in a layout of the table. A new layout is a module
+here, with a form of its own if it needs one, and a line in the table.
 """

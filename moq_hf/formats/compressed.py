@@ -10,10 +10,14 @@ from ..errors import MoQError
 from ..grid import FP4
 from ..quantizer import Quantized, dequantize, per_weight
 from ..seams.transformers import compress, decompress
-from .stored import EncodedWeight, EncodeSpec, StoredWeight
+from ..weight_spec import WeightSpec
+from .stored import EncodedWeight, StoredWeight
+
+# Codes are packed into words of 32 bits, or two floats into a byte.
+PACKED = "pack-quantized"
 
 
-def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
+def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
     """The tensors of a weight in a format of compressed-tensors, and the config group that describes them.
 
     The library's grid is (code - zero) * scale with codes from -2^(bits-1), so zero
@@ -25,19 +29,21 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
     | symmetric, a scale per group in a row | group | none |
     | asymmetric | block of a row's weights, the scale of a block of rows repeated | int8, one per scale |
     | asymmetric, unpacked while loading | channel or group | packed |
-    | MXFP4 | group, its exponent in a byte | none |
-    | NVFP4 | tensor_group, scales in E4M3, to be divided by that of the whole tensor | none |
+    | MXFP4, packed | group, its exponent in a byte | none |
+    | NVFP4, packed | tensor_group, scales in E4M3, to be divided by that of the whole tensor | none |
 
     Channel and group are what servers take.
     """
     rows, columns = values.codes.shape
     groups = values.scale.shape[1]
+    fp4 = FP4.get(spec.format) if format == PACKED else None
     size = spec.row_size
     symmetric = values.zero_point is None
     if spec.shared is not None:
         symmetric = spec.shared.symmetric
     args: dict[str, Any] = {
-        "num_bits": spec.width,
+        # The codes of floats are whole numbers, which fit a byte.
+        "num_bits": 8 if spec.format != "int" and fp4 is None else spec.width,
         "type": "int",
         "symmetric": symmetric,
         "dynamic": False,
@@ -47,13 +53,12 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
         args |= {"strategy": "block", "block_structure": [1, columns // groups]}
     elif size is not None:
         args |= {"strategy": "group", "group_size": size}
-        # A layer may have fewer scales than the scheme that it takes has groups.
+        # The shared scheme may have more groups than the layer has scales.
         groups = columns // size
-    # Servers know a scale for each channel or group, none for a block of rows; nor does
-    # compressed-tensors 0.18 where there are zero points.
+    # Servers have no scales for blocks of rows, nor has compressed-tensors 0.18 where
+    # there are zero points.
     scale = per_weight(values.scale, (rows, groups))
-    # The library's compressors take floats on the grid, and divide them by the scales
-    # again.
+    # The library's compressors take floats and divide them by the scales.
     parts = {
         "weight": dequantize(*values),
         "weight_scale": scale.to(spec.scale_dtype),
@@ -64,7 +69,6 @@ def write(values: Quantized, spec: EncodeSpec, format: str) -> EncodedWeight:
             half = 2 ** (spec.width - 1)
             zero = per_weight(values.zero_point, (rows, groups)) - half
         parts["weight_zero_point"] = zero.to(torch.int8)
-    fp4 = FP4.get(spec.format)
     if fp4 is not None:
         format = f"{spec.format}-{format}"
         args |= {
@@ -115,7 +119,8 @@ def read(stored: StoredWeight) -> Quantized:
     parts = stored.parts
     shape = stored.layer.shape
     width = stored.scheme["weights"]["num_bits"]
-    fp4 = FP4.get(stored.layer.format)
+    is_float = stored.scheme["weights"]["type"] == "float"
+    fp4 = FP4[stored.layer.format] if is_float else None
     if "weight_packed" in parts:
         # Words are of 32 bits, or bytes where codes are floats.
         packed = parts["weight_packed"]
@@ -131,8 +136,7 @@ def read(stored: StoredWeight) -> Quantized:
     scale = tensors["weight_scale"].float() / (fp4.unit if fp4 else 1.0)
     zero = tensors.get("weight_zero_point")
     codes = (tensors["weight"] / per_weight(scale, shape)).round().int()
-    # A table that was given the groups of the linear layers has each scale several
-    # times.
+    # A table that took the groups of the linear layers repeats its scales.
     once = slice(None, None, scale.shape[1] // stored.layer.scales[1])
     if stored.layer.symmetric or zero is None:
         return Quantized(codes, scale[:, once], None)

@@ -8,20 +8,14 @@ from torch import Tensor
 from ..errors import MoQError
 from ..quantizer import Quantized, dequantize, per_weight
 from ..weight_matrix import from_rows, to_rows
-from .stored import EncodedWeight, EncodeSpec, StoredWeight
-
-FORMAT = None
-
-
-def fits(spec: EncodeSpec) -> bool:
-    """Whether a layer can be stored as floats: every layer can."""
-    return True
+from ..weight_spec import DENSE, WeightSpec
+from .stored import EncodedWeight, Form, StoredWeight
 
 
-def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
+def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
     """The weight in its own dtype, with its grid as text."""
     weight = from_rows(
-        dequantize(*values, dtype=spec.dtype), spec.kind, spec.shape
+        dequantize(*values, dtype=spec.dtype), spec.kind, spec.full_shape
     ).contiguous()
     zero = values.zero_point
     zero_text = None if zero is None else _to_text(zero)
@@ -35,15 +29,14 @@ def read(stored: StoredWeight) -> Quantized:
         MoQError: A float is not on the grid.
     """
     layer = stored.layer
-    assert layer.grid is not None
-    scale_text, zero_text = layer.grid
+    assert layer.grid_text is not None
+    scale_text, zero_text = layer.grid_text
     scale = _from_text(scale_text, torch.float32).view(layer.scales)
     zero = None
     if zero_text is not None:
         zero = _from_text(zero_text, torch.int32).view(layer.scales)
     weight = to_rows(stored.parts["weight"], layer.kind)
-    precision = stored.precision
-    low, high = precision.low, precision.high
+    low, high = layer.precision.low, layer.precision.high
     codes = (weight.float() / per_weight(scale, layer.shape)).round().nan_to_num(0.0)
     if zero is not None:
         codes += per_weight(zero, layer.shape)
@@ -52,8 +45,7 @@ def read(stored: StoredWeight) -> Quantized:
         codes = torch.where(weight < 0, -1.0, 1.0)
     values = Quantized(codes.int(), scale, zero)
     off = dequantize(*values, dtype=weight.dtype) != weight
-    # A half dtype rounds by up to a step and more, so that the nearest code may be the
-    # next one's.
+    # Half precision may round a float to the other side of its neighbor.
     for step in (-1, 1) if weight.dtype != torch.float32 and off.any() else ():
         others = values._replace(codes=(values.codes + step).clamp(low, high))
         off &= dequantize(*others, dtype=weight.dtype) != weight
@@ -70,3 +62,7 @@ def _to_text(tensor: Tensor) -> str:
 
 def _from_text(text: str, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype)
+
+
+# Every weight can be stored so.
+FORM = Form(DENSE, lambda spec: True, write, read)

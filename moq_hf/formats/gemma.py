@@ -5,62 +5,54 @@ unpacked at each call, also where a model is called in parts. Codes of other bit
 those of compressed-tensors' words, but for 8 bits, which are signed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from ..grid import InputGrid
+from ..errors import shortened
 from ..quantizer import Quantized
-from . import compressed, pack_quantized
-from .stored import (
-    MAX_PACKED_BITS,
-    EncodedWeight,
-    EncodeSpec,
-    StoredWeight,
-    per_row,
-)
+from ..seams.transformers import stays_float
+from ..weight_spec import DENSE, MAX_PACKED_BITS, WeightSpec
+from . import compressed, floats
+from .layout import LayoutSpec
+from .stored import EncodedWeight, Form, StoredWeight, per_row
 
-FORMAT = "gemma"
-
-# What fits, for the error.
-LEGAL = (
+_NAME = "gemma"
+# For the error.
+_LEGAL = (
     'is for nn.Linear and tables of 1 to 8 bits, symmetric, with no more than one scale for a row ("groups", '
     'not "group_size"), and scale_dtype must be the dtype of weights that are not float32; '
     "without it a layout is found for any model"
 )
 
 
-def fits(spec: EncodeSpec) -> bool:
-    """Whether transformers makes a layer of a module that computes what the module did."""
+def fits(spec: WeightSpec) -> bool:
+    """Whether the layer that transformers would make of a module computes what the module did."""
     return (
         spec.kind in ("linear", "embedding")
-        and not spec.in_float
+        and not spec.left_alone
         and spec.bits <= MAX_PACKED_BITS
         and spec.grid.symmetric
-        and spec.grid.shape(*spec.matrix_shape)[1] == 1
+        and spec.grid.shape(*spec.shape)[1] == 1
         and spec.dtype in (torch.float32, spec.scale_dtype)
     )
 
 
-def takes_inputs(spec: EncodeSpec, inputs: InputGrid) -> bool:
-    """Whether the inputs of a layer are rounded as `apply_srq` does it."""
-    return fits(spec) and inputs.bits == 8 and inputs.scale == "static"
+def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
+    """Codes, the lowest bits of a byte first, float32 scales, and for a linear layer the scales of its in- and outputs.
 
-
-def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
-    """Codes, the lowest bits of a byte first, float32 scales, and of a linear layer the scales of in- and outputs.
-
-    Those are 0 where nothing is rounded.
+    These are 0 where nothing is rounded.
     """
-    width = next(width for width in (2, 4, 8) if max(spec.bits, spec.width) <= width)
-    own = replace(spec, width=width, inputs=None)
-    # The codes themselves: a scale of a binary row may be 0, which nothing divides by.
+    width = next(width for width in (2, 4, 8) if spec.width <= width)
+    own = replace(spec, pack_bits=width, inputs=None)
+    # With scales of 1 the library packs the codes; the scale of a binary row may be 0.
     ones = values._replace(scale=torch.ones_like(values.scale))
-    words, scheme, _ = compressed.write(ones, own, pack_quantized.FORMAT)
-    count = -(-spec.matrix_shape[1] * width // 8)
+    words, scheme, _ = compressed.write(ones, own, compressed.PACKED)
+    count = -(-spec.shape[1] * width // 8)
     codes = words["weight_packed"].view(torch.uint8)[:, :count].contiguous()
     if width == 8:
         codes = (codes ^ 128).view(torch.int8)
@@ -99,31 +91,79 @@ def read(stored: StoredWeight) -> Quantized:
     return found._replace(scale=scale)
 
 
-def config(
-    targets: Mapping[int, Sequence[str]], ignore: Sequence[str], has_tables: bool
-) -> dict[str, Any]:
-    """The `quantization_config` for `config.json`.
+class _Gemma(LayoutSpec):
+    def leaves_alone(
+        self, model: nn.Module, spec: WeightSpec, layer: nn.Module
+    ) -> bool:
+        """True for what transformers keeps in float32, shared weights, and all but linear layers and tables."""
+        return (
+            spec.kind not in ("linear", "conv1d", "embedding")
+            or bool(spec.tied)
+            or stays_float(model, spec.name, layer)
+        )
 
-    Args:
-        targets: Patterns, or names, of the layers of each width.
-        ignore: Those of the modules that stay as they are.
-        has_tables: Whether tables have codes.
-    """
-    # What most patterns would name needs none.
-    rest, *others = sorted(targets, key=lambda width: -len(targets[width]))
-    return {
-        "quant_method": FORMAT,
-        "num_bits": rest,
-        "quantize_embeddings": has_tables,
-        "module_quant_configs": {
-            _searched(pattern): {"num_bits": width}
-            for width in others
-            for pattern in targets[width]
-        },
-        "modules_to_not_convert": list(map(_searched, ignore)),
-    }
+    def takes_inputs(self, spec: WeightSpec) -> bool:
+        """True if the inputs of a layer are rounded as `apply_srq` rounds them."""
+        inputs = spec.inputs
+        is_known = inputs is not None and (inputs.bits, inputs.scale) == (8, "static")
+        return is_known and fits(spec)
+
+    def misfit(self, placed: Collection[WeightSpec]) -> str | None:
+        """Which layers would get other weights."""
+        unfit = [
+            spec.name for spec in placed if spec.stored == DENSE and not spec.left_alone
+        ]
+        return f"has no place for {shortened(unfit)}: it {_LEGAL}" if unfit else None
+
+    def config(
+        self,
+        groups: Mapping[str, dict[str, Any]],
+        targets: Mapping[str, Sequence[str]],
+        ignore: Sequence[str],
+        has_tables: bool,
+    ) -> dict[str, Any]:
+        """The width that most patterns are of, and the others by their patterns."""
+        widths = {
+            groups[name]["weights"]["num_bits"]: patterns
+            for name, patterns in targets.items()
+        }
+        rest, *others = sorted(widths, key=lambda width: -len(widths[width]))
+        return {
+            "quant_method": self.method,
+            "num_bits": rest,
+            "quantize_embeddings": has_tables,
+            "module_quant_configs": {
+                _searched(pattern): {"num_bits": width}
+                for width in others
+                for pattern in widths[width]
+            },
+            "modules_to_not_convert": list(map(_searched, ignore)),
+        }
 
 
 def _searched(pattern: str) -> str:
     """Make a pattern for `re.search` of one for `re.match`, or of a name."""
     return f"^{pattern.removeprefix('re:').removesuffix('$')}$"
+
+
+FORM = Form(
+    _NAME,
+    fits,
+    write,
+    read,
+    stays_packed=True,
+    endings={
+        ".embedding_quantized": "weight",
+        ".embedding_scale": "weight_scale",
+    },
+)
+LAYOUT = _Gemma(
+    _NAME,
+    forms=(FORM, floats.FORM),
+    needs={"transformers": "5.23.0"},
+    method=_NAME,
+    has_inputs=True,
+    is_for_transformers_alone=True,
+    stays="the layout gemma has no codes for convolutions, experts, tied tables and what transformers keeps in "
+    "float32",
+)

@@ -1,4 +1,4 @@
-"""A byte for each weight: compressed-tensors' `int-quantized`, of embedding tables and of layers with int8 inputs.
+"""A byte for each weight: compressed-tensors' `int-quantized`, for embedding tables and layers with int8 inputs.
 
 transformers initializes tables, and ties weights, by the name `weight`, which the codes
 keep. Modules that are tied to the table have the same codes, which are stored once, and
@@ -8,15 +8,13 @@ scales of their own.
 from torch import Tensor, nn
 
 from ..quantizer import Quantized
+from ..weight_spec import MAX_PACKED_BITS, WeightSpec
 from . import compressed
-from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
-
-FORMAT = "int-quantized"
-WIDTH = 8
+from .stored import EncodedWeight, Form
 
 
-def fits(spec: EncodeSpec) -> bool:
-    """Whether a layer is a table of 2 to 8 bits, or one whose inputs are rounded to 8 bits as its weight is."""
+def fits(spec: WeightSpec) -> bool:
+    """True for tables of 2 to 8 bits, and for layers whose weights and inputs both have 8."""
     return (
         (spec.is_table or spec.multiplies_bytes)
         and 2 <= spec.bits <= MAX_PACKED_BITS
@@ -24,9 +22,9 @@ def fits(spec: EncodeSpec) -> bool:
     )
 
 
-def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
+def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
     """Codes in int8, scales and zero points."""
-    return compressed.write(values, spec, FORMAT)
+    return compressed.write(values, spec, "int-quantized")
 
 
 def unsaved_buffers(name: str, table: nn.Module) -> dict[str, Tensor]:
@@ -42,4 +40,4 @@ def unsaved_buffers(name: str, table: nn.Module) -> dict[str, Tensor]:
     }
 
 
-read = compressed.read
+FORM = Form("int8", fits, write, compressed.read)

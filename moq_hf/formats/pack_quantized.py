@@ -4,27 +4,26 @@ import torch
 
 from ..quantizer import Quantized
 from ..weight_matrix import is_experts
+from ..weight_spec import MAX_PACKED_BITS, WeightSpec
 from . import compressed
-from .stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
+from .stored import EncodedWeight, Form
 
-FORMAT = "pack-quantized"
-# Bits of a word of packed codes.
+# Bits of a word.
 _WORD = 32
 
 
-def fits(spec: EncodeSpec) -> bool:
+def fits(spec: WeightSpec) -> bool:
     """Whether a layer can be packed."""
     return misfit(spec) is None
 
 
-def misfit(spec: EncodeSpec) -> str | None:
+def misfit(spec: WeightSpec) -> str | None:
     """Why a layer cannot be packed, in words; None if it can.
 
-    >>> from ..grid import Grid
-    >>> misfit(EncodeSpec("linear", (8, 8), 1, Grid())), misfit(EncodeSpec("linear", (8, 8), 2, Grid()))
+    >>> misfit(WeightSpec("linear", (8, 8), 1)), misfit(WeightSpec("linear", (8, 8), 2))
     ('2 bits are the fewest that are packed', None)
     """
-    rows, columns = spec.matrix_shape
+    rows, columns = spec.shape
     shared = spec.shared
     in_matrices = is_experts(spec.kind)
     is_bfloat16 = spec.dtype == torch.bfloat16
@@ -66,9 +65,9 @@ def misfit(spec: EncodeSpec) -> str | None:
     return next((why for why, holds in faults.items() if holds), None)
 
 
-def write(values: Quantized, spec: EncodeSpec) -> EncodedWeight:
+def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
     """Words, scales and packed or plain zero points."""
-    return compressed.write(values, spec, FORMAT)
+    return compressed.write(values, spec, compressed.PACKED)
 
 
-read = compressed.read
+FORM = Form("packed", fits, write, compressed.read, stays_packed=True)

@@ -1,129 +1,86 @@
 """Which forms of delivery there are, and which may stand in one folder."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
-from types import ModuleType
-from typing import Literal
 
 from packaging.version import Version
 
 from ..errors import shortened
+from ..weight_spec import WeightSpec
 from . import floats, gemma, int_quantized, mxfp4, pack_quantized
-from .stored import EncodeSpec, Form
+from .layout import LayoutSpec
+from .stored import Form
 
-Layout = Literal["packed", "unpacked", "floats", "gemma", "mxfp4"]
-
-
-# Each form by the name that `moq_state.json` has for it.
-FORMS: dict[Form, ModuleType] = {
-    "packed": pack_quantized,
-    "int8": int_quantized,
-    "dense": floats,
-    "gemma": gemma,
-    "mxfp4": mxfp4,
-}
-
-
-@dataclass(frozen=True)
-class LayoutSpec:
-    """How the weights of a folder lie.
-
-    Attributes:
-        forms: Those that may stand in it, of which a layer takes the first that fits.
-        needs: The least versions that load every folder as it was evaluated. They were
-            tried, with the versions before them (`benchmarks/versions.py`); "gemma" and
-            "mxfp4" with 5.23.0 alone. Older ones load some models all the same, and end
-            with an error on others.
-        method: What `quantization_config` calls its `quant_method`.
-        has_inputs: Whether the files can say how inputs are rounded, and keep scales of
-            half precision.
-        stays: Why it has no codes for a layer that could be packed.
-        delivered: How, in words, what comes in it is delivered.
-    """
-
-    forms: tuple[Form, ...]
-    needs: Mapping[str, str]
-    method: str = "compressed-tensors"
-    has_inputs: bool = False
-    stays: str = ""
-    delivered: str = "packed"
-
-    @property
-    def has_own_method(self) -> bool:
-        """Whether transformers loads it by another library than compressed-tensors."""
-        return self.method != "compressed-tensors"
-
-
-# "packed" is what servers take: the modules hold packed weights after
-# loading, and the model's first forward pass unpacks them. It does not fit models whose `_init_weights` reaches into
-# other weights (T5), nor those whose parts are called by themselves (the encoder by `generate` of BART, the towers of
-# CLIP). Nor can transformers load packed zero points so, which is how servers take asymmetric grids. These models are
-# "unpacked": unpacked while loading (`dequantize`), which knows one scheme for all layers, with as many bits as the
-# largest layer has. Where neither computes what the model did, the layout is "floats": ordinary weights on their
-# grid. "gemma" is written where it is asked for alone: plain transformers keeps such weights packed, and no server
-# takes them. "mxfp4" is of GPT-OSS whose experts are all in MXFP4.
-LAYOUTS: dict[Layout, LayoutSpec] = {
-    "packed": LayoutSpec(
-        forms=("packed", "int8", "dense"),
+# "packed" is what servers take: after loading, the modules hold packed weights, which the model's first forward pass
+# unpacks. It does not fit models whose `_init_weights` reaches into other weights (T5), nor those whose parts are
+# called by themselves (BART's encoder by `generate`, the towers of CLIP). Nor can transformers load packed zero points
+# that way, which is how servers take asymmetric grids. These models are "unpacked". Where neither computes what the
+# model did, the layout is "floats": ordinary weights on their grid. "gemma" is written only where it is asked for:
+# plain transformers keeps such weights packed, and no server takes them. "mxfp4" is for GPT-OSS with experts in MXFP4.
+_LAYOUTS = (
+    LayoutSpec(
+        "packed",
+        forms=(pack_quantized.FORM, int_quantized.FORM, floats.FORM),
         needs={"transformers": "5.15.0", "compressed-tensors": "0.17.0"},
         has_inputs=True,
     ),
-    "unpacked": LayoutSpec(
-        forms=("packed", "dense"),
+    LayoutSpec(
+        "unpacked",
+        forms=(pack_quantized.FORM, floats.FORM),
         needs={"transformers": "5.23.0", "compressed-tensors": "0.18.0"},
+        unpacks=True,
         delivered="unpacked while loading",
     ),
-    "floats": LayoutSpec(
-        forms=("dense",),
+    LayoutSpec(
+        "floats",
+        forms=(floats.FORM,),
         needs={"transformers": "5.0.0"},
         stays="the layout floats has no codes",
     ),
-    "gemma": LayoutSpec(
-        forms=("gemma", "dense"),
-        needs={"transformers": "5.23.0"},
-        method="gemma",
-        has_inputs=True,
-        stays="the layout gemma has no codes for convolutions, experts, tied tables and what transformers keeps in "
-        "float32",
-    ),
-    "mxfp4": LayoutSpec(
-        forms=("mxfp4", "dense"),
-        needs={"transformers": "5.23.0"},
-        method="mxfp4",
-        stays="the layout mxfp4 has codes for experts alone",
-        delivered="as OpenAI's own checkpoints are",
-    ),
+    gemma.LAYOUT,
+    mxfp4.LAYOUT,
+)
+# A layout by its name.
+Layout = str
+LAYOUTS: dict[Layout, LayoutSpec] = {layout.name: layout for layout in _LAYOUTS}
+# By the names that `moq_state.json` has for them.
+FORMS: dict[str, Form] = {
+    form.name: form for layout in _LAYOUTS for form in layout.forms
+}
+# The part of a weight by the unusual ending that its tensor's name has; see `Form`.
+ENDINGS = {
+    ending: part for form in FORMS.values() for ending, part in form.endings.items()
 }
 
-# The same of folders whose codes are floats: no others were tried.
+# The least versions for packed codes that are floats: no others were tried.
 FP4_NEEDS = {"transformers": "5.23.0", "compressed-tensors": "0.20.0"}
-# Widths that do not divide a word of 32 bits. compressed-tensors packs them without gaps
-# from this version on, and reads no others than it packs.
+# From this version on compressed-tensors packs codes without gaps, and reads only those,
+# where their width does not divide a word of 32 bits.
 GAPLESS = "0.18.0"
 
 # Why no layout with codes fits a model.
 TAKEN_APART = "transformers takes the weights of this class apart while loading"
 
 
-def needs_of(
-    layout: Layout, widths: Collection[int], is_fp4: bool = False
-) -> dict[str, str]:
+def needs_of(layout: LayoutSpec, placed: Collection[WeightSpec]) -> dict[str, str]:
     """The least versions of the libraries that load a folder.
 
     Args:
         layout: Of the folder.
-        widths: The bits that its packed codes take.
-        is_fp4: Whether packed codes are floats.
+        placed: The weights in it.
 
-    >>> needs_of("packed", {2, 4})["compressed-tensors"], needs_of("packed", {3, 4})["compressed-tensors"]
-    ('0.17.0', '0.18.0')
+    >>> packed = [WeightSpec("linear", (8, 8), bits, stored="packed") for bits in (4, 2, 3)]
+    >>> [needs_of(LAYOUTS["packed"], packed[:count])["compressed-tensors"] for count in (2, 3)]
+    ['0.17.0', '0.18.0']
     """
-    if is_fp4 and layout != "mxfp4":
+    if not any(spec.has_codes for spec in placed):
+        layout = LAYOUTS["floats"]
+    packed = [spec for spec in placed if spec.stored == pack_quantized.FORM.name]
+    if any(spec.format != "int" for spec in packed):
         return FP4_NEEDS
-    needs = dict(LAYOUTS[layout].needs)
+    needs = dict(layout.needs)
     library = "compressed-tensors"
-    if library in needs and any(map(has_gaps, widths)):
+    if library in needs and any(has_gaps(spec.width) for spec in packed):
         needs[library] = max(needs[library], GAPLESS, key=Version)
     return needs
 
@@ -156,9 +113,10 @@ def lacking(needs: Mapping[str, str]) -> str:
     return " and ".join(older)
 
 
-def form_of(spec: EncodeSpec, layout: Layout) -> Form:
-    """The first form of a layout that fits a layer; floats fit every layer."""
-    return next(name for name in LAYOUTS[layout].forms if FORMS[name].fits(spec))
+def first_layout(model_type: str, specs: Collection[WeightSpec]) -> LayoutSpec | None:
+    """The layout that only models of a type have, which is their first choice; None for any other model."""
+    found = (spec for spec in _LAYOUTS if spec.comes_first(model_type, specs))
+    return next(found, None)
 
 
 def at_full_size(reasons: Mapping[str, Sequence[str]], count: int) -> str:
@@ -181,12 +139,3 @@ def at_full_size(reasons: Mapping[str, Sequence[str]], count: int) -> str:
         else [f"{why} ({shortened(names)})" for why, names in reasons.items()]
     )
     return f"{who} saved as floats on the grid, at full size: {'; '.join(told)}"
-
-
-def has_codes(form: Form) -> bool:
-    """Whether the files hold codes for a layer of this form; otherwise they hold floats.
-
-    >>> has_codes("packed"), has_codes("float")
-    (True, False)
-    """
-    return form in FORMS and FORMS[form].FORMAT is not None

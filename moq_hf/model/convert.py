@@ -30,10 +30,11 @@ from ..processes import (
     is_apart,
     largest_over_ranks,
     local_part,
+    shape_of,
     sharded_as,
 )
-from ..quant_experts import make_quantized, quantized_in
-from ..quant_linear import QuantEmbedding, QuantLayer, quant_class
+from ..quant_linear import make_quantized, quantized_in
+from ..quantized_weight import QuantizedWeight
 from ..quantizer import RoundingSeed
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import (
@@ -46,7 +47,7 @@ from ..seams.transformers import (
     unpack,
 )
 from ..text import dtype_name
-from ..weight_matrix import parameter_of
+from ..weight_matrix import matrix_shape, parameter_of
 from .inventory import Inventory, grid_of, is_packed
 
 logger = logging.getLogger(__name__)
@@ -107,18 +108,18 @@ def dequantize_model(
     return given
 
 
-def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
     """The quantized layers, tables, and experts by the names of their parameters, each once, in model order."""
-    layers: dict[str, QuantLayer] = {}
+    layers: dict[str, QuantizedWeight] = {}
     for name, module in named_modules(model):
         layers |= quantized_in(name, module)
     return layers
 
 
-def quant_layers(model: nn.Module) -> dict[str, QuantLayer]:
+def quant_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
     """As `quantized_layers`, without the embedding tables."""
     layers = quantized_layers(model).items()
-    return {name: x for name, x in layers if not isinstance(x, QuantEmbedding)}
+    return {name: x for name, x in layers if not isinstance(x.module, nn.Embedding)}
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -130,7 +131,7 @@ def is_quantized(model: nn.Module) -> bool:
 @makes_state
 def prepare_model(
     inventory: Inventory, config: MoQConfig
-) -> tuple[dict[str, QuantLayer], dict[str, QuantEmbedding]]:
+) -> tuple[dict[str, QuantizedWeight], dict[str, QuantizedWeight]]:
     """Make the chosen layers quantized ones, at 32 bits for now, and all others plain ones.
 
     Nothing that an earlier run set on a layer is left.
@@ -146,40 +147,33 @@ def prepare_model(
         layer.moq.passes.changes += 1
         if name not in kept:
             layer.release()
-    experts: dict[nn.Module, dict[str, LayerState]] = {}
+    states: dict[nn.Module, dict[str, LayerState]] = {}
     passes = PassWeights()
+    rounded = config.activations.grid
     for index, (name, module, parameter, kind) in enumerate(weights):
         grid = grid_of(module, config.of(name), parameter, inventory.table_bits)
-        seed = RoundingSeed(config.seed, index)
         weight = cast(Tensor, module._parameters[parameter])
-        dtype = mixed_precision() or weight.dtype
         state = LayerState(
             grid,
             config,
             kind,
-            seed=seed,
+            seed=RoundingSeed(config.seed, index),
             name=name,
             passes=passes,
-            read_dtype=dtype,
+            read_dtype=mixed_precision() or weight.dtype,
         )
-        if name in inventory.experts:
-            experts.setdefault(module, {})[parameter] = state
-            continue
-        layer = _quantized_layer(module, state)
-        rounded = config.activations.grid
         if rounded is not None and kind in ("linear", "conv1d"):
-            rows, columns = layer.matrix_shape
+            rows, columns = matrix_shape(shape_of(weight), kind)
             scales = grid.shape(rows, columns)[1]
-            state.inputs = new_inputs(
-                rounded.beside(columns, scales), layer.float_weight
-            )
-    modules: Mapping[str, Any] = inventory.modules
+            state.inputs = new_inputs(rounded.beside(columns, scales), weight)
+        states.setdefault(module, {})[parameter] = state
+    for module, own in states.items():
+        make_quantized(module, own)
     for name, owner in inventory.tied.items():
         # Layers that share a weight share its state.
-        modules[owner].moq.is_tied = True
-        _quantized_layer(modules[name], modules[owner].moq)
-    for module, states in experts.items():
-        make_quantized(module, states)
+        own = states[inventory.modules[owner]]
+        own["weight"].is_tied = True
+        make_quantized(inventory.modules[name], own, follows=True)
     merge_adapters(inventory.model, inventory.merged)
     quantized: Any = quantized_layers(inventory.model)
     _tell_of_saves_around(inventory.model, bool(quantized))
@@ -189,14 +183,6 @@ def prepare_model(
     _watch_passes(inventory.model, passes if quantized else None)
     layers = {name: quantized[name] for name in inventory.scheduled}
     return layers, {name: quantized[name] for name in inventory.embeddings}
-
-
-def _quantized_layer(module: nn.Module, state: LayerState) -> QuantLayer:
-    # The state first: another thread may be evaluating the model.
-    layer = cast(QuantLayer, module)
-    layer.moq = state
-    module.__class__ = quant_class(type(module))
-    return layer
 
 
 class WatchedPasses:
@@ -223,7 +209,7 @@ class WatchedPasses:
         # A part may have been quantized by itself.
         own = {name: x for name, x in layers if x.moq.passes is self.passes}
         names = Inventory.of(self.module).blocks(own).values()
-        self.blocks: list[list[QuantLayer]] | None
+        self.blocks: list[list[QuantizedWeight]] | None
         self.blocks = [[own[name] for name in block] for block in names]
         self._changes = self.passes.changes
 
@@ -359,7 +345,9 @@ def tells_of_saves(model: nn.Module) -> bool:
     return "save_pretrained" in vars(pretrained(model))
 
 
-def check_finite(layers: Mapping[str, QuantLayer], *, gather: bool = False) -> None:
+def check_finite(
+    layers: Mapping[str, QuantizedWeight], *, gather: bool = False
+) -> None:
     """Stop if a weight holds NaN, Inf or what its format cannot, or becomes Inf on its grid; one wait for the device.
 
     Args:
@@ -384,7 +372,7 @@ def check_finite(layers: Mapping[str, QuantLayer], *, gather: bool = False) -> N
     _refuse(
         [layers[n] for n, size in largest.items() if not size <= _most(layers[n].moq)]
     )
-    near: list[tuple[QuantLayer, torch.dtype]] = []
+    near: list[tuple[QuantizedWeight, torch.dtype]] = []
     for name, size in largest.items():
         layer = layers[name]
         dtype = layer.moq.handed_dtype or layer.float_weight.dtype
@@ -400,7 +388,7 @@ def _most(state: LayerState) -> float:
     return sys.float_info.max if fp4 is None else min(fp4.largest, sys.float_info.max)
 
 
-def check_scales(layers: Mapping[str, QuantLayer]) -> None:
+def check_scales(layers: Mapping[str, QuantizedWeight]) -> None:
     """Stop if the weights of the last forward pass were not finite: `check_finite` a step later, for almost nothing.
 
     Raises:
@@ -422,7 +410,7 @@ def check_scales(layers: Mapping[str, QuantLayer]) -> None:
             scales.append((state, state.scale))
         # Each is checked once, and is not kept for the next step.
         state.scale = None
-    found: dict[tuple[torch.device, float], list[tuple[QuantLayer, Tensor]]] = {}
+    found: dict[tuple[torch.device, float], list[tuple[QuantizedWeight, Tensor]]] = {}
     for state, scale in scales:
         if state in by_state and state.bits != FLOAT_BITS:
             key = scale.device, _limit(state)
@@ -441,7 +429,7 @@ def _limit(state: LayerState) -> float:
     return torch.finfo(state.dtype).max / state.precision.reach
 
 
-def _refuse(wrong: list[QuantLayer]) -> None:
+def _refuse(wrong: list[QuantizedWeight]) -> None:
     if not wrong:
         return
     names = ", ".join(parameter_of(layer.moq.name, layer.kind) for layer in wrong)
@@ -453,7 +441,7 @@ def _refuse(wrong: list[QuantLayer]) -> None:
     )
 
 
-def _check_results(layers: Iterable[tuple[QuantLayer, torch.dtype]]) -> None:
+def _check_results(layers: Iterable[tuple[QuantizedWeight, torch.dtype]]) -> None:
     """Stop if quantized weights, each in its dtype, are not finite; all processes that share a weight must ask.
 
     Raises:
@@ -474,7 +462,7 @@ def beyond(parameter: str, dtype: torch.dtype) -> str:
     )
 
 
-def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
+def check_bypassed_weights(layers: Mapping[str, QuantizedWeight]) -> None:
     """Stop if a model used a float weight, or inputs that are to be rounded, without the quantized layer.
 
     In a forward pass `layer.weight` is the quantized weight. A parameter that was used

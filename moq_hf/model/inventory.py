@@ -15,10 +15,9 @@ from ..grid import Grid, PerChannel, RowBlocks
 from ..names import adapters, is_below, named_modules, unwrapped, without_peft
 from ..processes import is_sharded, shape_of
 from ..quant_experts import matrix_of
-from ..quant_linear import quant_class
+from ..quant_linear import QuantModule, kind_of
 from ..seams.transformers import (
     CHECKPOINTED,
-    experts_transposed,
     is_scaled_table,
     packed_loader,
 )
@@ -27,7 +26,7 @@ from ..weight_matrix import Kind
 
 # The layers whose bits the schedule sets.
 Layer = nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d
-# The list of layers in DeepSpeed's default config; where it exists, it alone is measured.
+# The list in DeepSpeed's default config; where it exists, no other is measured.
 BERT_LAYERS = "bert.encoder.layer"
 LINEARS = (nn.Linear, Conv1D)
 CONVOLUTIONS = (
@@ -39,16 +38,15 @@ CONVOLUTIONS = (
     nn.ConvTranspose3d,
 )
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-# How embedding tables are quantized, whatever the config says of linear layers; those
-# of few bits may have their groups and range.
+_FORWARDS = (
+    nn.Linear.forward,
+    Conv1D.forward,
+    nn.Embedding.forward,
+    nn.Conv1d.forward,
+    nn.Conv2d.forward,
+)
+# How embedding tables are quantized; see `grid_of`.
 _ROWS = Grid(PerChannel(), search="absmax")
-
-# Layers that vLLM and SGLang fuse into one, and what they call it.
-FUSED = {
-    ("q_proj", "k_proj", "v_proj"): "qkv_proj",
-    ("gate_proj", "up_proj"): "gate_up_proj",
-    ("query", "key", "value"): "qkv_proj",
-}
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,11 @@ class Inventory:
             put others.
         merged: Whether its adapters are merged into the layers.
         layers: The linear layers and convolutions that a config quantizes by name;
-            `take_inventory` fills it, and the next six.
+            `take_inventory` fills it, and the next seven.
         experts: The parameters of experts that it quantizes, by their names, each with
             its module.
-        embeddings: The embedding tables that it quantizes.
+        tables: The embedding tables that could be quantized.
+        embeddings: Those that it quantizes.
         table_bits: To how many bits; None where it leaves them alone.
         tables_stay: Why the tables stay in float where the config says "auto".
         tied: Module to the one of `layers` or `embeddings` whose weight it shares, and
@@ -90,6 +89,7 @@ class Inventory:
     merged: bool = False
     layers: Mapping[str, Layer] = field(default_factory=dict)
     experts: Mapping[str, nn.Module] = field(default_factory=dict)
+    tables: Mapping[str, nn.Embedding] = field(default_factory=dict)
     embeddings: Mapping[str, nn.Embedding] = field(default_factory=dict)
     table_bits: int | None = None
     tables_stay: str | None = None
@@ -105,8 +105,8 @@ class Inventory:
             merged: Whether PEFT's adapters are, or will be, merged into its layers.
         """
         model = unwrapped(model)
-        # Where activation checkpointing wraps a module under the same name, this takes
-        # the module.
+        # Activation checkpointing wraps modules under their names; this takes the inner
+        # ones.
         modules = dict(named_modules(model))
         added = tuple(adapters(model, merged))
         return cls(model, modules, added, merged)
@@ -118,16 +118,15 @@ class Inventory:
 
     @property
     def scheduled(self) -> dict[str, nn.Module]:
-        """What the schedule quantizes: the layers, then the parameters of experts, each with its module."""
+        """The layers, then the parameters of experts, each with its module: the schedule sets their bits."""
         return {**self.layers, **self.experts}
 
     def weights(self) -> Iterator[tuple[str, nn.Module, str, Kind]]:
         """Each weight that is quantized, but for tied ones: its name, its module, its attribute there, and its kind."""
         for name, module in {**self.layers, **self.embeddings}.items():
-            yield name, module, "weight", quant_class(type(module)).kind
+            yield name, module, "weight", kind_of(module)
         for name, experts in self.experts.items():
-            kind: Kind = "experts_t" if experts_transposed(experts) else "experts"
-            yield name, experts, name.rpartition(".")[2], kind
+            yield name, experts, name.rpartition(".")[2], kind_of(experts)
 
     def instances(self, *classes: type[nn.Module]) -> dict[str, Any]:
         """Modules of some classes by their names, but for those of PEFT's adapters."""
@@ -156,7 +155,7 @@ class Inventory:
         return next(name for name, module in self.modules.items() if module is part)
 
     def is_added(self, name: str) -> bool:
-        """Whether a name is that of one of PEFT's adapters, or of something in it."""
+        """True if a name is that of one of PEFT's adapters, or of something in it."""
         while name and name not in self._added:
             name = name.rpartition(".")[0]
         return bool(name)
@@ -196,23 +195,6 @@ class Inventory:
         for layer in layers:
             blocks.setdefault(self.block_of(layer, measured), []).append(layer)
         return blocks
-
-    @staticmethod
-    def units(layers: Iterable[str]) -> dict[str, list[str]]:
-        """Group the layers that must have equal bits: those that servers fuse into one, and the experts of a layer.
-
-        >>> model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("q_proj", "k_proj", "o_proj", "v_proj")})
-        >>> Inventory.units(model)
-        {'q_proj-k_proj-v_proj': ['q_proj', 'k_proj', 'v_proj'], 'o_proj': ['o_proj']}
-        """
-        units: dict[str, list[str]] = {}
-        for layer in layers:
-            parent, _, last_part = layer.rpartition(".")
-            around, among, _ = f"{layer}.".partition(".experts.")
-            fused = next((names for names in FUSED if last_part in names), (last_part,))
-            unit = f"{around}.experts" if among else f"{parent}.{'-'.join(fused)}"
-            units.setdefault(unit.lstrip("."), []).append(layer)
-        return units
 
     def layer_blocks(
         self, layer_name: str | None = None, layer_num: int | None = None
@@ -286,35 +268,33 @@ def is_packed(model: nn.Module) -> bool:
     return packed_loader(model) is not None
 
 
-def misfit(module: nn.Module) -> str | None:
-    """Why a linear layer, a convolution or an embedding table cannot be quantized and stays as it is; None if it can.
+def why_not_quantizable(module: nn.Module) -> str | None:
+    """Why a linear layer, a convolution or an embedding table cannot be quantized and stays in float; None if it can.
 
-    >>> misfit(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
-    'a computed weight'
+    >>> why_not_quantizable(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    'has a computed weight'
     """
+    kind = type(module)
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None:
+            return "has a max_norm"
+        if module.sparse:
+            return "has sparse gradients"
     if is_convolution(module) and not isinstance(module, nn.Conv1d | nn.Conv2d):
-        return f"the class {type(module).__name__}"
-    plain = (
-        nn.Linear.forward,
-        Conv1D.forward,
-        nn.Embedding.forward,
-        nn.Conv1d.forward,
-        nn.Conv2d.forward,
-    )
-    # A layer that is quantized already has our forward pass and the attribute `moq`.
+        return f"has the class {kind.__name__}"
     # Accelerate wraps the forward of the instance, not of the class.
-    if (
-        type(module).forward not in plain
-        and not hasattr(module, "moq")
-        and not is_scaled_table(type(module))
-    ):
-        return "a forward of its own"
+    is_known = kind.forward in _FORWARDS or issubclass(kind, QuantModule)
+    if not (is_known or is_scaled_table(kind)):
+        return "has a forward of its own"
     # Parametrizations and the old weight_norm compute the weight at each access, so
     # there is no parameter to train or to save.
     weight = module._parameters.get("weight")
     if not isinstance(weight, nn.Parameter):
-        return "a computed weight"
-    return unfit(weight) or (None if shape_of(weight).numel() else "an empty weight")
+        return "has a computed weight"
+    fault = unfit(weight)
+    if fault is not None:
+        return f"has {fault}"
+    return None if shape_of(weight).numel() else "has an empty weight"
 
 
 def unfit(weight: Tensor) -> str | None:
@@ -328,7 +308,7 @@ def unfit(weight: Tensor) -> str | None:
     if weight.is_nested or weight.layout != torch.strided:
         layout = "nested" if weight.is_nested else dtype_name(weight.layout)
         return f"a weight in the layout {layout}"
-    # Those of torchao have a dtype of floats and hold something else.
+    # torchao's tensors have a float dtype and hold something else.
     is_own = type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if is_own and not is_sharded(weight):
         library = type(weight).__module__.partition(".")[0]

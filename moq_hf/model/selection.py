@@ -2,11 +2,11 @@
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -18,12 +18,12 @@ from transformers.pytorch_utils import Conv1D
 from ..config import MoQConfig
 from ..config_fields import given_in, matches
 from ..errors import MOST_FAULTS, MoQError, shortened
-from ..formats.stored import MAX_PACKED_BITS
-from ..grid import Grouping, PerChannel
+from ..grid import PerChannel
 from ..inputs import inputs_out_of_reach
 from ..names import adapted_layers, is_below, pretrained
 from ..processes import check_supported, is_partitioned
 from ..quant_experts import experts_parameters, matrix_of
+from ..quant_linear import QuantModule
 from ..seams.transformers import (
     ADAPTED,
     active_lora,
@@ -33,18 +33,22 @@ from ..seams.transformers import (
     lora_fault,
     trains_tokens,
 )
-from ..serving import REQUIRED, check_served
+from ..servers import NAMED
+from ..weight_spec import MAX_PACKED_BITS
+from .delivery import check_served
 from .inventory import (
     CONVOLUTIONS,
     LINEARS,
     Inventory,
-    Layer,
+    is_convolution,
     is_packed,
-    misfit,
     output_heads,
     unfit,
+    why_not_quantizable,
 )
 from .sizes import is_unpacked
+
+Value = TypeVar("Value")
 
 # Bits of tables where the config says "auto", unless those would widen all codes of the
 # file.
@@ -65,6 +69,67 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
     inventory = Inventory.of(model, config.enabled and config.lora == "merged")
     if not config.enabled:
         return inventory
+    _check_ready(inventory)
+    classes = LINEARS + (CONVOLUTIONS if config.convolutions else ())
+    every = replace(
+        inventory,
+        layers=inventory.instances(*classes),
+        experts=_experts(inventory),
+        tables=inventory.instances(nn.Embedding),
+    )
+    _check_names(every, config)
+    kept, cannot = _kept(every, config), _cannot(every)
+    _check_weights(every, kept, cannot)
+    stay = {**cannot, **kept}
+    layers, experts = _without(every.layers, stay), _without(every.experts, stay)
+    if not (layers or experts):
+        raise MoQError(_nothing_left(every, config, stay))
+    _check_inputs(inventory, config, layers, experts)
+    _check_groups(config, layers, experts)
+    tables = _without(every.tables, stay)
+    unfit_tables = {name: cannot[name] for name in every.tables if name in cannot}
+    inventory = replace(inventory, layers=layers, experts=experts, tables=tables)
+    inventory = replace(inventory, **_tables(inventory, config, unfit_tables))
+    tied = _tied(inventory, config, cannot)
+    left = {name: cannot.get(name) for name in every.layers if name in stay}
+    if isinstance(config.embeddings, int):
+        left |= unfit_tables
+    inventory = replace(
+        inventory,
+        layers=_without(layers, tied),
+        embeddings=_without(inventory.embeddings, tied),
+        left_out=_without(left, tied),
+        tied=tied,
+    )
+    _check_overrides(inventory.scheduled, config)
+    _check_adapters(inventory)
+    check_served(inventory, config)
+    return inventory
+
+
+def _without(those: Mapping[str, Value], names: Container[str]) -> dict[str, Value]:
+    return {name: value for name, value in those.items() if name not in names}
+
+
+def _told(reasons: Mapping[str, str]) -> str:
+    """Reasons, each with the names that have it.
+
+    >>> _told({"0": "a weight of int8", "1": "a weight of int8"})
+    'a weight of int8 (0, 1)'
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"{reason} ({shortened(names[reason])})" for reason in names)
+
+
+def _check_ready(inventory: Inventory) -> None:
+    """Refuse a model of which nothing can be quantized as it is now.
+
+    Raises:
+        MoQError: It is packed, no engine that is known trains it, or it has no shapes
+            yet.
+    """
     if is_packed(inventory.model):
         raise MoQError(
             "the model comes from a packed checkpoint: call moq_hf.dequantize_model(model) before training it"
@@ -75,28 +140,140 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
         raise MoQError(
             f"{shortened(lazy)}: no shape before the first call: call the model once before it is quantized"
         )
-    experts = select_experts(inventory, config)
-    layers, left_out = select_layers(inventory, config, bool(experts))
-    inventory = replace(inventory, layers=layers)
-    inventory = replace(inventory, **_tables(inventory, config))
-    embeddings = inventory.embeddings
-    tied = select_tied(inventory, {**embeddings, **layers}, config)
-    inventory = replace(
-        inventory,
-        layers={name: layer for name, layer in layers.items() if name not in tied},
-        experts=experts,
-        embeddings={
-            name: table for name, table in embeddings.items() if name not in tied
-        },
-        tied=tied,
-        left_out={
-            name: reason for name, reason in left_out.items() if name not in tied
-        },
+
+
+def _experts(inventory: Inventory) -> dict[str, nn.Module]:
+    """Every parameter of experts by name, with its module.
+
+    Those that PEFT adapts are left alone, since PEFT computes their sum with the adapter
+    in each forward pass.
+    """
+    return {
+        f"{name}.{attribute}".lstrip("."): module
+        for name, module in inventory.modules.items()
+        if not inventory.is_added(name) and name.rpartition(".")[2] != ADAPTED
+        for attribute in experts_parameters(module)
+    }
+
+
+def _kept(every: Inventory, config: MoQConfig) -> dict[str, str]:
+    """Why the config leaves layers, experts and tables in float, by name."""
+    kept = {}
+    if not config.heads:
+        reason = f"is an output head ({config.spell('heads')})"
+        kept = dict.fromkeys(output_heads(every.model, [*every.layers]), reason)
+    for name in (*every.scheduled, *every.tables):
+        if _is_named(name, config):
+            kept[name] = "is in modules_to_not_convert"
+    return kept
+
+
+def _cannot(every: Inventory) -> dict[str, str]:
+    """Why layers and tables cannot be quantized, by name."""
+    cannot = {}
+    for name, module in {**every.layers, **every.tables}.items():
+        reason = why_not_quantizable(module)
+        if reason is not None:
+            cannot[name] = reason
+    return cannot | dict.fromkeys(_routers(every), "routes to experts")
+
+
+def _is_named(name: str, config: MoQConfig) -> bool:
+    return any(
+        matches(name, pattern) for pattern in config.modules_to_not_convert or ()
     )
-    _check_overrides(inventory.scheduled, config)
-    _check_adapters(inventory)
-    check_served(inventory, config)
-    return inventory
+
+
+def _check_names(every: Inventory, config: MoQConfig) -> None:
+    """Check that each name and glob of `modules_to_not_convert` matches a module, and `convolutions` finds one.
+
+    Raises:
+        MoQError: One does not.
+    """
+    if config.convolutions and not any(map(is_convolution, every.layers.values())):
+        raise MoQError(
+            f"{config.spell('convolutions')}: the model has no convolution; leave the key out"
+        )
+    known = [*filter(None, every.modules), *every.experts]
+    for pattern in config.modules_to_not_convert or ():
+        if not any(matches(name, pattern) for name in known):
+            parts = {part for name in known for part in name.split(".")}
+            near = difflib.get_close_matches(pattern, sorted(parts), 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            what = "linear layers" + " and convolutions" * config.convolutions
+            raise MoQError(
+                f"modules_to_not_convert: {pattern!r} matches no module{hint}; the {what} are "
+                f"{', '.join(every.layers) or 'none'}"
+            )
+
+
+def _check_weights(
+    every: Inventory, kept: Container[str], cannot: Container[str]
+) -> None:
+    """Refuse weights that are no floats in memory of their own, and those that were parametrized too late.
+
+    Raises:
+        MoQError: There are some; says which, and what to do.
+    """
+    asked = _without({**every.experts, **every.layers}, kept)
+    faults: dict[str, str] = {}
+    for name, module in asked.items():
+        attribute = name.rpartition(".")[2] if name in every.experts else "weight"
+        weight = module._parameters.get(attribute)
+        fault = None if weight is None else unfit(weight)
+        if fault is not None:
+            faults[name] = fault
+    if faults:
+        raise MoQError(
+            f"these layers cannot be quantized: {_told(faults)}: start from a model in float32, bfloat16 or float16, "
+            "or name the layers in modules_to_not_convert"
+        )
+    late = [
+        name
+        for name, module in asked.items()
+        if name in cannot and isinstance(module, QuantModule)
+    ]
+    if late:
+        raise MoQError(
+            f"{', '.join(late)}: the weight has been parametrized since the layer was quantized; remove the "
+            "parametrization and call dequantize_model before registering it"
+        )
+
+
+def _nothing_left(every: Inventory, config: MoQConfig, stay: Mapping[str, str]) -> str:
+    """Say why no layer is quantized."""
+    what = "linear layer or convolution" if config.convolutions else "linear layer"
+    listed = shortened((f"{name} {stay[name]}" for name in every.layers), MOST_FAULTS)
+    hint = ""
+    if not config.convolutions and every.instances(*CONVOLUTIONS):
+        hint = f"; {config.spell('convolutions')}: true would quantize convolutions"
+    return f"no {what} is left to quantize: {listed or 'the model has none'}{hint}"
+
+
+def _check_inputs(
+    inventory: Inventory,
+    config: MoQConfig,
+    layers: Iterable[str],
+    experts: Collection[str],
+) -> None:
+    """Refuse to round the inputs of experts, and of layers that PyTorch computes in one fused call.
+
+    Raises:
+        MoQError: There are such layers; the text names them.
+    """
+    if not config.activations.enabled:
+        return
+    key = config.spell("activations")
+    if experts:
+        raise MoQError(
+            f"{key}: the inputs of experts cannot be quantized ({', '.join(experts)}); leave it out, or add "
+            '"experts" to modules_to_not_convert'
+        )
+    # Some of them in evaluation alone.
+    fused = inventory.instances(nn.TransformerEncoderLayer, nn.MultiheadAttention)
+    wrong = [name for name in layers if is_below(name, *fused)]
+    if wrong:
+        raise MoQError(inputs_out_of_reach(wrong, key))
 
 
 def _check_overrides(scheduled: Iterable[str], config: MoQConfig) -> None:
@@ -152,104 +329,39 @@ def split_blocks(
     return found
 
 
-def select_layers(
-    inventory: Inventory, config: MoQConfig, has_experts: bool = False
-) -> tuple[dict[str, Layer], dict[str, str | None]]:
-    """The linear layers and convolutions that the config quantizes, and those that it leaves in float, by name.
-
-    Args:
-        inventory: The inventory of the model.
-        config: The config to follow.
-        has_experts: Whether there are experts to quantize besides these layers.
-
-    Returns:
-        Name to layer; and for those left in float, name to the reason, None where the
-        config or the place in the model is the reason. The second includes embedding
-        tables that cannot be quantized, if the config names their bits.
-
-    Raises:
-        MoQError: There is nothing to quantize, a pattern in
-            `modules_to_not_convert` matches nothing, a weight is none of floats,
-            groups do not divide it, or DoRA adapts it.
-    """
-    classes = LINEARS + (CONVOLUTIONS if config.convolutions else ())
-    every = inventory.instances(*classes)
-    what = "linear layer or convolution" if config.convolutions else "linear layer"
-    convolutions = inventory.instances(*CONVOLUTIONS)
-    if config.convolutions and not convolutions:
-        raise MoQError(
-            f"{config.spell('convolutions')}: the model has no convolution; leave the key out"
-        )
-    kept = _kept_by(inventory, config, every)
-    asked = {name: layer for name, layer in every.items() if name not in kept}
-    _check_weights(asked)
-    routers = _routers(inventory)
-    reasons = {
-        name: "routes to experts" if name in routers else misfit(layer)
-        for name, layer in every.items()
-    }
-    chosen = {name: layer for name, layer in asked.items() if reasons[name] is None}
-    if not chosen and not has_experts:
-        hint = ""
-        if convolutions and not config.convolutions:
-            hint = f"; {config.spell('convolutions')}: true would quantize convolutions"
-        why = {name: f"has {reason}" for name, reason in reasons.items()}
-        why |= {
-            name: "is in modules_to_not_convert"
-            if _is_named(name, config)
-            else f"is an output head ({config.spell('heads')})"
-            for name in kept
-        }
-        listed = shortened((f"{name} {why[name]}" for name in every), MOST_FAULTS)
-        raise MoQError(
-            f"no {what} is left to quantize: {listed or 'the model has none'}{hint}"
-        )
-    _check_groups({name: _features(layer) for name, layer in chosen.items()}, config)
-    _check_fused(inventory, chosen, config)
-    left_out = {name: reasons[name] for name in every if name not in chosen}
-    if isinstance(config.embeddings, int):
-        for name, table in inventory.instances(nn.Embedding).items():
-            reason = _why_no_table(table)
-            if reason is not None:
-                left_out[name] = reason
-    return chosen, left_out
-
-
-def _tables(inventory: Inventory, config: MoQConfig) -> dict[str, Any]:
+def _tables(
+    inventory: Inventory, config: MoQConfig, unfit_tables: Mapping[str, str]
+) -> dict[str, Any]:
     """Find the embedding tables that the config quantizes, their bits, and why those of "auto" stay in float.
 
     Raises:
         MoQError: The config names bits, and no table can be quantized.
     """
+    tables = inventory.tables
     if config.embeddings is None:
         return {}
-    tables = embeddings_to_quantize(inventory, config)
     if config.embeddings != "auto":
-        if not tables:
-            every = inventory.instances(nn.Embedding).items()
-            why = {name: _why_no_table(table) for name, table in every}
-            told = "; ".join(f"{name} has {why[name]}" for name in why if why[name])
-            raise MoQError(
-                f"{config.spell('embeddings')}: the model has no embedding table that can be quantized"
-                f"{told and f' ({told})'}; set it to null"
-            )
-        return {"embeddings": tables, "table_bits": config.embeddings}
-    refuses = [name for name in config.serve if "embedding" in REQUIRED[name].without]
+        if tables:
+            return {"embeddings": tables, "table_bits": config.embeddings}
+        told = "; ".join(f"{name} {why}" for name, why in unfit_tables.items())
+        raise MoQError(
+            f"{config.spell('embeddings')}: the model has no embedding table that can be quantized"
+            f"{told and f' ({told})'}; set it to null"
+        )
+    refuses = [name for name in config.serve if "embedding" in NAMED[name].without]
     if refuses and tables:
-        return {
-            "tables_stay": f"{' and '.join(refuses)} take{'s' * (len(refuses) == 1)} them as floats"
-        }
+        take = "takes" if len(refuses) == 1 else "take"
+        return {"tables_stay": f"{' and '.join(refuses)} {take} them as floats"}
     if tables and not is_encoder(inventory):
         return {"tables_stay": "the model is no encoder of transformers"}
     # An output head that shares a table is in float unless the config says otherwise.
     # A pruned or normalized layer computes its weight.
-    linear = {id(x._parameters.get("weight")) for x in inventory.linears.values()}
-    shared = [n for n, table in tables.items() if id(table.weight) in linear]
+    of_layers = {id(x._parameters.get("weight")) for x in inventory.linears.values()}
+    shared = [n for n, table in tables.items() if id(table.weight) in of_layers]
+    unpacked = is_unpacked(inventory)
     return {
-        "embeddings": {n: t for n, t in tables.items() if n not in shared},
-        "table_bits": widest_codes(inventory, config)
-        if is_unpacked(inventory)
-        else AUTO_TABLE_BITS,
+        "embeddings": _without(tables, shared),
+        "table_bits": widest_codes(inventory, config) if unpacked else AUTO_TABLE_BITS,
         "tables_stay": f"a layer shares {', '.join(shared)}" if shared else None,
     }
 
@@ -283,61 +395,22 @@ def _decodes(model: PreTrainedModel) -> bool:
     return only_causal or bool(getattr(config, "is_encoder_decoder", False))
 
 
-def select_experts(inventory: Inventory, config: MoQConfig) -> dict[str, nn.Module]:
-    """The parameters of experts that the config quantizes, by name, each with its module.
-
-    Experts that PEFT adapts are left alone, since PEFT computes their sum with the
-    adapter in each forward pass.
-
-    Raises:
-        MoQError: Groups do not divide the matrices, or are not alike in all experts; or
-            the config quantizes the inputs of layers, which experts have inside.
-    """
-    every = _experts(inventory).items()
-    chosen = {name: module for name, module in every if not _is_named(name, config)}
-    if chosen and config.activations.enabled:
-        raise MoQError(
-            f"{config.spell('activations')}: the inputs of experts cannot be quantized ({', '.join(chosen)}); leave it "
-            'out, or add "experts" to modules_to_not_convert'
-        )
-    _check_fit({n: m._parameters[n.rpartition(".")[2]] for n, m in chosen.items()})
-    sizes = {}
-    for name, module in chosen.items():
-        _, rows, columns = matrix_of(module, name.rpartition(".")[2])
-        sizes[name] = {"out_features": rows, "in_features": columns}
-    _check_groups(sizes, config)
-    # Loaders of packed files know one group size for all experts.
-    if len({config.of(name).grouping for name in chosen}) > 1:
-        raise MoQError(
-            f"overrides: group_size must be the same for all experts ({', '.join(chosen)}); their bits may differ"
-        )
-    return chosen
-
-
-def select_tied(
-    inventory: Inventory, chosen: Mapping[str, nn.Module], config: MoQConfig
+def _tied(
+    inventory: Inventory, config: MoQConfig, cannot: Mapping[str, str]
 ) -> dict[str, str]:
-    """The modules that share the weight of a chosen one, and compute with its quantized copy.
+    """The modules that share the weight of a chosen one, and compute with its quantized copy, each with that one.
 
-    The first of `chosen` with a weight decides how it is quantized. So
-    `embeddings` decides for a table that is also the output head; without it, a
-    head that is quantized as a linear layer decides for the table.
-
-    Args:
-        inventory: The inventory of the model.
-        chosen: What the config quantizes, by name, embedding tables first.
-        config: The config to follow.
-
-    Returns:
-        Name of the module to the name of the chosen one.
+    The first one with a weight decides how it is quantized. So `embeddings` decides for
+    a table that is also the output head; without it, a head that is quantized as a
+    linear layer decides for the table.
 
     Raises:
         MoQError: One of them cannot be quantized, or the config leaves it in float by
             name.
     """
     owners: dict[int, str] = {}
-    for name, module in chosen.items():
-        owners.setdefault(id(module._parameters["weight"]), name)
+    for name, chosen in {**inventory.embeddings, **inventory.layers}.items():
+        owners.setdefault(id(chosen._parameters["weight"]), name)
     tied: dict[str, str] = {}
     wrong = []
     for name, module in inventory.modules.items():
@@ -346,7 +419,13 @@ def select_tied(
             if owner == name:
                 continue
             tied[name] = owner
-            reason = _why_not_tied(inventory, name, attribute, config)
+            is_layer = isinstance(module, nn.Linear | nn.Embedding)
+            if attribute != "weight" or not is_layer or inventory.is_added(name):
+                reason: str | None = f"of a {type(module).__name__}"
+            elif _is_named(name, config):
+                reason = "which modules_to_not_convert names"
+            else:
+                reason = cannot.get(name) and f"which {cannot[name]}"
             if reason is not None:
                 wrong.append(f"{owner}.weight is also {name}.{attribute}, {reason}")
     if wrong:
@@ -362,142 +441,33 @@ def select_tied(
     return tied
 
 
-def _why_not_tied(
-    inventory: Inventory, name: str, own: str, config: MoQConfig
-) -> str | None:
-    """Why a module cannot compute with the quantized copy of a weight that it shares; None if it can."""
-    module = inventory.modules[name]
-    if (
-        own != "weight"
-        or not isinstance(module, nn.Linear | nn.Embedding)
-        or inventory.is_added(name)
-    ):
-        return f"of a {type(module).__name__}"
-    if _is_named(name, config):
-        return "which modules_to_not_convert names"
-    why = misfit(module) if isinstance(module, nn.Linear) else _why_no_table(module)
-    return None if why is None else f"which has {why}"
-
-
-def _why_no_table(module: nn.Embedding) -> str | None:
-    if module.max_norm is not None:
-        return "a max_norm"
-    return "sparse gradients" if module.sparse else misfit(module)
-
-
-def _experts(inventory: Inventory) -> dict[str, nn.Module]:
-    """Every parameter of experts that could be quantized, by name, with its module; PEFT's adapted ones excluded."""
-    return {
-        f"{name}.{attribute}": module
-        for name, module in inventory.modules.items()
-        if not inventory.is_added(name) and name.rpartition(".")[2] != ADAPTED
-        for attribute in experts_parameters(module)
-    }
-
-
-def embeddings_to_quantize(
-    inventory: Inventory, config: MoQConfig
-) -> dict[str, nn.Embedding]:
-    """The embedding tables that `embeddings` quantizes, or would, by name, including shared ones."""
-    tables = inventory.instances(nn.Embedding).items()
-    return {
-        name: table
-        for name, table in tables
-        if _why_no_table(table) is None and not _is_named(name, config)
-    }
-
-
-def _kept_by(
-    inventory: Inventory, config: MoQConfig, candidates: Collection[str]
-) -> set[str]:
-    """The candidates that `modules_to_not_convert` names, and the output heads unless `heads` is true.
-
-    Raises:
-        MoQError: A name or glob matches no module.
-    """
-    known = [*filter(None, inventory.modules), *_experts(inventory)]
-    for pattern in config.modules_to_not_convert or ():
-        if not any(matches(name, pattern) for name in known):
-            what = (
-                "linear layers and convolutions"
-                if config.convolutions
-                else "linear layers"
-            )
-            parts = {part for name in known for part in name.split(".")}
-            near = difflib.get_close_matches(pattern, sorted(parts), 1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise MoQError(
-                f"modules_to_not_convert: {pattern!r} matches no module{hint}; the {what} are "
-                f"{', '.join(candidates) or 'none'}"
-            )
-    heads = () if config.heads else output_heads(inventory.model, list(candidates))
-    return {name for name in candidates if name in heads or _is_named(name, config)}
-
-
 def _routers(inventory: Inventory) -> set[str]:
     """The linear layers beside experts that route to them: one output per expert, or one for the shared expert."""
     routers = set[str]()
     for name, module in inventory.modules.items():
-        parent, _, last = name.rpartition(".")
+        last = name.rpartition(".")[2]
+        parameters = experts_parameters(module)
         is_list = last == "experts" and isinstance(
-            module, (nn.ModuleList, nn.ModuleDict)
+            module, nn.ModuleList | nn.ModuleDict
         )
-        parts = [*module.children()] if is_list else []
-        if parameters := experts_parameters(module):
-            experts = matrix_of(module, parameters[0])[0]
-        elif parts:
-            experts = len(parts)
+        if parameters:
+            count = matrix_of(module, parameters[0])[0]
+        elif is_list:
+            count = len(cast(nn.ModuleList, module))
         else:
             continue
+        around = name.removesuffix(last)
         for other, layer in inventory.linears.items():
-            if not is_below(other, parent) or is_below(other, name):
+            if not other.startswith(around) or is_below(other, name):
                 continue
             # Such a list can lie beside the attention.
-            own = other[len(parent) :].strip(".")
-            is_beside = not parts or "." not in own or "router" in own or "gate" in own
-            if is_beside and _features(layer)["out_features"] in (1, experts):
+            own = other.removeprefix(around)
+            is_beside = (
+                not is_list or "." not in own or "router" in own or "gate" in own
+            )
+            if is_beside and _sizes(other, layer)["out_features"] in (1, count):
                 routers.add(other)
     return routers
-
-
-def _is_named(name: str, config: MoQConfig) -> bool:
-    return any(
-        matches(name, pattern) for pattern in config.modules_to_not_convert or ()
-    )
-
-
-def _check_weights(layers: Mapping[str, Layer]) -> None:
-    _check_fit({n: layer._parameters.get("weight") for n, layer in layers.items()})
-    late = [
-        name
-        for name, layer in layers.items()
-        if hasattr(layer, "moq") and misfit(layer) is not None
-    ]
-    if late:
-        raise MoQError(
-            f"{', '.join(late)}: the weight has been parametrized since the layer was quantized; remove the "
-            "parametrization and call dequantize_model before registering it"
-        )
-
-
-def _check_fit(weights: Mapping[str, Tensor | None]) -> None:
-    """Refuse weights that are no floats in memory of their own, by the names of what has them.
-
-    Raises:
-        MoQError: There are some; says which, and what to do.
-    """
-    wrong: dict[str, list[str]] = {}
-    for name, weight in weights.items():
-        reason = None if weight is None else unfit(weight)
-        if reason is not None:
-            wrong.setdefault(reason, []).append(name)
-    if not wrong:
-        return
-    told = [f"{shortened(names)} ({reason})" for reason, names in wrong.items()]
-    raise MoQError(
-        f"these layers cannot be quantized: {'; '.join(told)}: start from a model in float32, bfloat16 or float16, or "
-        "name the layers in modules_to_not_convert"
-    )
 
 
 def _check_adapters(inventory: Inventory) -> None:
@@ -529,7 +499,7 @@ def _check_adapters(inventory: Inventory) -> None:
     quantized = {*inventory.layers, *inventory.embeddings, *inventory.tied}
     # Where the adapters of each weight lie: PEFT can tie those of layers that share it.
     places: dict[str, set[int]] = {}
-    wrong: dict[str, list[str]] = {}
+    faults: dict[str, str] = {}
     for wrapper_name, wrapper in wrappers.items():
         name = f"{wrapper_name}.{ADAPTED}"
         fault = None
@@ -553,10 +523,9 @@ def _check_adapters(inventory: Inventory) -> None:
             if any(map(is_partitioned, parts)):
                 fault = "ZeRO-3 does not gather adapters for other modules: use FSDP2 or ZeRO-2"
         if fault:
-            wrong.setdefault(fault, []).append(name)
-    if wrong:
-        told = [f"{fault} ({shortened(names)})" for fault, names in wrong.items()]
-        raise MoQError(f"PEFT: {'; '.join(told)}")
+            faults[name] = fault
+    if faults:
+        raise MoQError(f"PEFT: {_told(faults)}")
 
 
 def _why_not_beside(wrapper: Any) -> str | None:
@@ -572,54 +541,51 @@ def _why_not_beside(wrapper: Any) -> str | None:
     )
 
 
-def _check_fused(
-    inventory: Inventory, layers: Iterable[str], config: MoQConfig
+def _sizes(name: str, module: nn.Module) -> dict[str, int]:
+    """The sizes of a weight that groups are to divide, by what its module calls them."""
+    if is_convolution(module):
+        return {"out_channels": cast(nn.Conv2d, module).out_channels}
+    if isinstance(module, nn.Linear):
+        rows, columns = module.out_features, module.in_features
+    elif isinstance(module, Conv1D):
+        rows, columns = module.nf, module.nx
+    else:
+        _, rows, columns = matrix_of(module, name.rpartition(".")[2])
+    return {"out_features": rows, "in_features": columns}
+
+
+def _check_groups(
+    config: MoQConfig, layers: Mapping[str, nn.Module], experts: Mapping[str, nn.Module]
 ) -> None:
-    """Refuse to round the inputs of layers that PyTorch computes in one fused call, some in evaluation alone.
+    """Check that the config's groups divide all weights, and that those of experts are alike.
 
     Raises:
-        MoQError: There are such layers; the text names them.
+        MoQError: They do not, and the text says which would; or they are not.
     """
-    fused = inventory.instances(nn.TransformerEncoderLayer, nn.MultiheadAttention)
-    wrong = [name for name in layers if is_below(name, *fused)]
-    if wrong and config.activations.enabled:
-        raise MoQError(inputs_out_of_reach(wrong, config.spell("activations")))
-
-
-def _features(layer: Layer) -> dict[str, int]:
-    if isinstance(layer, Conv1D):
-        return {"out_features": layer.nf, "in_features": layer.nx}
-    if isinstance(layer, nn.Linear):
-        return {"out_features": layer.out_features, "in_features": layer.in_features}
-    return {"out_channels": layer.out_channels}
-
-
-def _check_groups(features: Mapping[str, Mapping[str, int]], config: MoQConfig) -> None:
-    """Check that the config's groups divide all weights.
-
-    Raises:
-        MoQError: They do not; the text says which would.
-    """
-    by_grouping: dict[Grouping, dict[str, Mapping[str, int]]] = {}
-    for layer, own in features.items():
-        by_grouping.setdefault(config.of(layer).grouping, {})[layer] = own
-    for grouping, features_of_layers in by_grouping.items():
+    weights = {**layers, **experts}
+    groupings = {name: config.of(name).grouping for name in weights}
+    for grouping in dict.fromkeys(groupings.values()):
         # Channels divide every weight.
         if isinstance(grouping, PerChannel):
             continue
         axis, count = grouping.divides
-        sizes: list[int] = []
-        wrong: list[str] = []
-        for layer, own in features_of_layers.items():
-            for name in {axis, axis.replace("features", "channels")} & own.keys():
-                sizes.append(own[name])
-                if own[name] % count:
-                    wrong.append(f"{layer} ({name} {own[name]})")
+        sizes: dict[str, int] = {}
+        for layer, module in weights.items():
+            own = _sizes(layer, module)
+            name = axis if axis in own else axis.replace("features", "channels")
+            if groupings[layer] == grouping and name in own:
+                sizes[f"{layer} ({name} {own[name]})"] = own[name]
+        wrong = [weight for weight, size in sizes.items() if size % count]
         if wrong:
-            common = math.gcd(*sizes)
+            common = math.gcd(*sizes.values())
             fits = [n for n in range(1, common + 1) if common % n == 0]
             near = sorted(sorted(fits, key=lambda n: abs(n - count))[:3])
             raise MoQError(
                 f"{config.spell(grouping.key)} {count} does not divide the weights of {shortened(wrong, MOST_FAULTS)}; "
                 f"nearest values that fit every layer: {', '.join(map(str, near))}{grouping.instead}"
             )
+    # Loaders of packed files know one group size for all experts.
+    if len({groupings[name] for name in experts}) > 1:
+        raise MoQError(
+            f"overrides: group_size must be the same for all experts ({', '.join(experts)}); their bits may differ"
+        )

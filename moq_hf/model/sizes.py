@@ -4,10 +4,9 @@ import contextlib
 import copy
 import functools
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from types import ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +14,15 @@ from transformers import PreTrainedModel
 
 from ..config import MoQConfig
 from ..errors import MoQError, either, explained
-from ..formats import mxfp4, pack_quantized
-from ..formats.stored import MAX_PACKED_BITS, EncodedWeight, EncodeSpec
+from ..formats import pack_quantized
+from ..formats.layout import LayoutSpec
+from ..formats.stored import EncodedWeight
 from ..formats.table import (
     FORMS,
     LAYOUTS,
     TAKEN_APART,
-    Layout,
     at_full_size,
-    form_of,
+    first_layout,
     has_gaps,
     lacking,
     needs_of,
@@ -31,57 +30,22 @@ from ..formats.table import (
 from ..names import plain_name, pretrained, without_fsdp, without_peft
 from ..processes import shape_of
 from ..quant_experts import experts_parameters
-from ..quant_linear import QuantEmbedding, QuantLayer
+from ..quantized_weight import QuantizedWeight
 from ..quantizer import Quantized
 from ..schedule import FLOAT_BITS
 from ..seams.sentence_transformers import body_of
 from ..seams.transformers import initialize_again, original_format, takes_apart
 from ..weight_matrix import is_experts
+from ..weight_spec import DENSE, MAX_PACKED_BITS, WeightSpec
 from .inventory import Inventory, is_convolution
 
 TABLE = "embedding table"
-# Length of safetensors' names of dtypes that are not three letters long.
+# safetensors' names of other dtypes have three letters.
 _LETTERS = {torch.bfloat16: 4, torch.bool: 4, torch.int8: 2, torch.uint8: 2}
 
 
-class _Weight(NamedTuple):
-    """A quantized weight: its layer, its counts of numbers and scales, the bits of its dtype, whether it is a table."""
-
-    layer: QuantLayer
-    numbers: int
-    scales: int
-    full: int
-    is_table: bool
-
-    @property
-    def bits(self) -> int:
-        """All of its bits now, those of its own dtype where it is not quantized."""
-        now = self.layer.moq.bits
-        return self.numbers * (self.full if now == FLOAT_BITS else now)
-
-    def misfit(self, bits: int) -> str | None:
-        """Why it is saved as floats at a number of bits; None if it is not."""
-        spec = EncodeSpec.of(self.layer, self.is_table).at(bits)
-        if _form(spec).FORMAT is not None:
-            return None
-        return pack_quantized.misfit(spec)
-
-    def saved(self, width: int | None) -> int:
-        """Its bits in the files, with its scales: `width` for all packed codes; None takes its own, 8 in a table."""
-        spec = EncodeSpec.of(self.layer, self.is_table)
-        form = _form(spec)
-        if form.FORMAT is None:
-            return self.numbers * self.full
-        own: int = getattr(form, "WIDTH", spec.width)
-        bits = width or own
-        of_scale = 8 * spec.scale_dtype.itemsize if spec.format == "int" else 8
-        if not spec.grid.symmetric:
-            of_scale += 8  # A zero point.
-        return self.numbers * bits + self.scales * of_scale
-
-
 def _kinds(inventory: Inventory) -> dict[int, str]:
-    """What the weights are that are not of linear layers, by their identities."""
+    """Name the kind of each weight that is not a linear layer's, by its identity."""
     found: dict[int, str] = {}
     for module in inventory.modules.values():
         weight = id(module._parameters.get("weight"))
@@ -94,9 +58,26 @@ def _kinds(inventory: Inventory) -> dict[int, str]:
     return found
 
 
-def _form(spec: EncodeSpec) -> ModuleType:
-    # Experts of GPT-OSS have a layout of their own.
-    return mxfp4 if mxfp4.fits(spec) else FORMS[form_of(spec, "packed")]
+def _tensors_of(spec: WeightSpec) -> dict[str, Tensor]:
+    """The tensors that a folder holds of a weight, by their names, on the meta device."""
+    encoded = EncodedWeight({"weight": _on_meta(spec.full_shape, spec.dtype)})
+    if spec.has_codes:
+        codes = _on_meta(spec.shape, torch.int32)
+        scale = _on_meta(spec.scales, torch.float32)
+        zero = None if spec.symmetric else scale.int()
+        write = FORMS[spec.stored].write
+        encoded = write(Quantized(codes, scale, zero), spec)
+    return encoded.named(spec)
+
+
+@functools.cache
+def _bytes_of(spec: WeightSpec) -> int:
+    """Bytes of a weight in a folder, but for the shapes that stand beside packed codes."""
+    if spec.matrices is not None:
+        # One matrix of all rows is as large as those of the experts.
+        spec = replace(spec, matrices=("matrix",))
+    tensors = _tensors_of(spec)
+    return sum(t.nbytes for name, t in tensors.items() if not name.endswith("shape"))
 
 
 class ModelSizes:
@@ -116,15 +97,20 @@ class ModelSizes:
             that is not quantized, by what it is.
     """
 
-    def __init__(self, inventory: Inventory, layers: Mapping[str, QuantLayer]) -> None:
+    def __init__(
+        self, inventory: Inventory, layers: Mapping[str, QuantizedWeight]
+    ) -> None:
         kinds = _kinds(inventory)
-        owners: dict[int, QuantLayer] = {}
+        owners: dict[int, QuantizedWeight] = {}
         for layer in layers.values():
-            owners.setdefault(id(layer.weight), layer)
+            owners.setdefault(id(layer.float_weight), layer)
         self._inventory = inventory
-        self._weights: list[_Weight] = []
+        self._weights: list[tuple[QuantizedWeight, WeightSpec]] = []
+        # What was found for the bits of all layers.
+        self._known_sizes: dict[tuple[int, ...], tuple[int, int]] = {}
         self.left: dict[str, list[int]] = {}
         others = self._others_bits = 0
+        self.quantized = self._float_bits = 0
         seen = set[int]()
         for name, parameter in inventory.parameters():
             left = inventory.merged and inventory.is_added(name)
@@ -135,18 +121,21 @@ class ModelSizes:
             full = 8 * parameter.element_size()
             if id(parameter) in owners:
                 layer = owners[id(parameter)]
-                groups = layer.moq.grid.shape(*layer.matrix_shape)
                 is_table = kinds.get(id(parameter)) == TABLE
-                self._weights.append(
-                    _Weight(layer, count, groups[0] * groups[1], full, is_table)
-                )
+                spec = replace(WeightSpec.of(layer), is_table=is_table)
+                self._weights.append((layer, spec))
+                self.quantized += count
+                self._float_bits += count * full
             else:
                 others += count
                 self._others_bits += count * full
                 if id(parameter) in kinds:
                     self.left.setdefault(kinds[id(parameter)], []).append(count)
-        self.quantized = sum(weight.numbers for weight in self._weights)
         self.total = self.quantized + others
+        model = pretrained(inventory.model)
+        self._model_type = str(
+            getattr(getattr(model, "config", None), "model_type", "")
+        )
 
     @property
     def share(self) -> float:
@@ -161,19 +150,18 @@ class ModelSizes:
     @property
     def mean_bits(self) -> float:
         """Bits per parameter of the whole model now; a parameter that is not quantized has those of its dtype."""
-        return (self._others_bits + sum(w.bits for w in self._weights)) / self.total
+        return (self._others_bits + sum(map(_bits_of, self._now()))) / self.total
 
     @property
     def layer_bits(self) -> float:
         """The mean bits of the weights of quantized layers now, embedding tables apart."""
-        layers = [w for w in self._weights if not isinstance(w.layer, QuantEmbedding)]
-        return sum(w.bits for w in layers) / sum(w.numbers for w in layers)
+        layers = [spec for spec in self._now() if spec.kind != "embedding"]
+        return sum(map(_bits_of, layers)) / sum(spec.numbers for spec in layers)
 
     @property
     def float_mb(self) -> float:
         """Megabytes (10^6 bytes) of the parameters in their own dtypes."""
-        quantized_bits = sum(weight.numbers * weight.full for weight in self._weights)
-        return (self._others_bits + quantized_bits) / 8e6
+        return (self._others_bits + self._float_bits) / 8e6
 
     @property
     def mb(self) -> float:
@@ -183,18 +171,29 @@ class ModelSizes:
         others take their current bits, a byte in an embedding table, or all take as
         many bits as the largest, whichever is less; see `has_one_width`.
         """
-        own = self._saved(None)
-        alike = self._saved(_widest(self._weights))
+        own, alike = self._sizes()
         if own != alike and self.is_unpacked:
-            # All codes are as wide as the widest, and tables that would widen them more
-            # than it saves stay floats.
-            layers = [weight for weight in self._weights if not weight.is_table]
-            width = _widest(layers)
-            own = sum(
-                weight.numbers * weight.full if weight.is_table else weight.saved(width)
-                for weight in self._weights
+            own = alike
+        return self._others_bits / 8e6 + min(own, alike) / 1e6
+
+    def _now(self) -> list[WeightSpec]:
+        return [spec.at(layer.moq.bits) for layer, spec in self._weights]
+
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of the weights in the layout that comes first, and in the one whose codes have one width."""
+        now = self._now()
+        bits = tuple(spec.bits for spec in now)
+        if bits not in self._known_sizes:
+            specs = {str(number): spec for number, spec in enumerate(now)}
+            own, alike = (
+                sum(map(_bytes_of, layout.placed(specs).values()))
+                for layout in (self._first(now), LAYOUTS["unpacked"])
             )
-        return (self._others_bits + min(own, alike)) / 8e6
+            self._known_sizes[bits] = own, alike
+        return self._known_sizes[bits]
+
+    def _first(self, specs: Collection[WeightSpec]) -> LayoutSpec:
+        return first_layout(self._model_type, specs) or LAYOUTS["packed"]
 
     def at_full_size(self, config: MoQConfig) -> str | None:
         """Which layers will be saved as floats at their targets, and why; None if none will."""
@@ -204,18 +203,18 @@ class ModelSizes:
             takes_apart(model, packed)
             for packed in ((), _linear_layers(self._inventory))
         )
-        for weight in self._weights:
-            name = weight.layer.moq.name
-            own = config.of(name)
-            # A budget may give any of its choices.
-            is_fixed = own.budget is None and not isinstance(
-                weight.layer, QuantEmbedding
-            )
-            why = weight.misfit(own.targets[0] if is_fixed else MAX_PACKED_BITS)
+        for _, spec in self._weights:
+            own = config.of(spec.name)
+            # A budget may end with any of its choices.
+            is_fixed = own.budget is None and spec.kind != "embedding"
+            at = spec.at(own.targets[0] if is_fixed else MAX_PACKED_BITS)
+            why = pack_quantized.misfit(at)
+            if self._first([at]).form_of(at).name != DENSE:
+                why = None
             if why is None and is_taken_apart:
                 why = TAKEN_APART
             if why is not None:
-                reasons.setdefault(why, []).append(name)
+                reasons.setdefault(why, []).append(spec.name)
         if not reasons:
             return None
         text = at_full_size(reasons, len(self._weights))
@@ -223,51 +222,46 @@ class ModelSizes:
         return text + "; the file will be as large as in float" * is_large
 
     def lacks(self, config: MoQConfig) -> str | None:
-        """What is too old here to load the model as it will be delivered, and the ways out; None if nothing is."""
-        specs: dict[str, list[EncodeSpec]] = {"packed": [], "int8": [], "mxfp4": []}
-        of_experts: list[int] = []
-        for weight in self._weights:
-            name = weight.layer.moq.name
-            spec = EncodeSpec.of(weight.layer, weight.is_table)
-            is_table = isinstance(weight.layer, QuantEmbedding)
-            targets = (spec.bits,) if is_table else config.of(name).targets
-            for bits in targets:
-                at = spec.at(bits)
-                form = "mxfp4" if mxfp4.fits(at) else form_of(at, "packed")
-                specs.setdefault(form, []).append(at)
-            if is_experts(spec.kind) and len(targets) == 1:
-                of_experts.append(spec.at(targets[0]).width)
-        packed = specs["packed"]
-        if not packed and not specs["int8"] and not specs["mxfp4"]:
-            return None
-        # All experts are as wide as the widest.
-        widths = {
-            max([at.width, *(of_experts if is_experts(at.kind) else ())])
-            for at in packed
-        }
-        layout: Layout = "packed"
-        if lacking(LAYOUTS["unpacked"].needs) and self.is_unpacked:
-            layout = "unpacked"
-        if specs["mxfp4"]:
-            layout = "mxfp4"
-        is_fp4 = any(at.format != "int" for at in packed)
-        missing = lacking(needs_of(layout, widths, is_fp4))
+        """Name the libraries that are too old here for what will be delivered, and the ways out; None if none is."""
+        fixed: dict[str, WeightSpec] = {}
+        choices: list[WeightSpec] = []
+        for _, spec in self._weights:
+            targets: Sequence[int] = config.of(spec.name).targets
+            if spec.kind == "embedding":
+                targets = (spec.bits,)
+            if len(targets) == 1:
+                fixed[spec.name] = spec.at(targets[0])
+            else:
+                choices += map(spec.at, targets)
+        layout = self._first(fixed.values())
+        is_packed = layout is LAYOUTS["packed"]
+        if is_packed and lacking(LAYOUTS["unpacked"].needs) and self.is_unpacked:
+            layout = LAYOUTS["unpacked"]
+        placed = list(layout.placed(fixed).values())
+        # The codes of all experts are as wide as the widest.
+        least = max((x.width for x in placed if is_experts(x.kind)), default=0)
+        for spec in choices:
+            if is_experts(spec.kind):
+                spec = replace(spec, pack_bits=max(spec.pack_bits, least))
+            placed += layout.placed({spec.name: spec}).values()
+        missing = lacking(needs_of(layout, placed))
         if not missing:
             return None
         ways = ["install that"]
-        if layout != "packed":
-            what = f"{type(pretrained(self._inventory.model)).__name__} is delivered {LAYOUTS[layout].delivered}"
+        packed = [spec for spec in placed if spec.stored == "packed"]
+        if layout is not LAYOUTS["packed"]:
+            what = f"{type(pretrained(self._inventory.model)).__name__} is delivered {layout.delivered}"
             if self._inventory.adapters and not self._inventory.merged:
                 ways.append('set "lora": "merged"')
-        elif is_fp4:
+        elif any(spec.format != "int" for spec in packed):
             what = "codes that are floats are delivered packed"
             ways.append(f'set {config.spell("format")} to "int"')
         else:
-            gaps = sorted(filter(has_gaps, widths))
+            gaps = sorted({x.width for x in packed if has_gaps(x.width)})
             what = f"codes of {either(gaps)} bits are delivered packed"
             container = 4 if gaps == [3] else 8
             ways.append("take 2, 4 or 8 bits")
-            codes = sum(math.prod(at.matrix_shape) for at in packed if at.width in gaps)
+            codes = sum(x.numbers for x in packed if x.width in gaps)
             ways.append(
                 f"set pack_bits to {container}, which keeps the codes as they are, in {container} bits each: "
                 f"{codes * container / 8e6:.3g} MB for those of {either(gaps)} bits"
@@ -281,22 +275,20 @@ class ModelSizes:
 
     @property
     def has_one_width(self) -> bool:
-        """Whether the files are smaller with all codes as wide as the widest than with embedding tables in bytes.
+        """True if files are smaller with all codes as wide as the widest than with embedding tables in bytes.
 
         Only a model that is unpacked while loading can have a table in fewer than 8
         bits, and then all codes have one width.
         """
-        return self._saved(_widest(self._weights)) < self._saved(None)
-
-    def _saved(self, width: int | None) -> int:
-        return sum(weight.saved(width) for weight in self._weights)
+        own, alike = self._sizes()
+        return alike < own
 
 
-def _widest(weights: Iterable[_Weight]) -> int:
-    """The most bits of a code; 0 where there are none."""
-    specs = [EncodeSpec.of(weight.layer, weight.is_table) for weight in weights]
-    widths = [spec.width for spec in specs if spec.bits <= MAX_PACKED_BITS]
-    return max(widths, default=0)
+def _bits_of(spec: WeightSpec) -> int:
+    """All bits of a weight without its scales, those of its own dtype where it is not quantized."""
+    if spec.bits == FLOAT_BITS:
+        return 8 * spec.dtype.itemsize * spec.numbers
+    return spec.bits * spec.numbers
 
 
 class FileSize:
@@ -314,12 +306,12 @@ class FileSize:
     def __init__(
         self,
         inventory: Inventory,
-        layers: Mapping[str, QuantLayer],
-        embeddings: Mapping[str, QuantEmbedding],
+        layers: Mapping[str, QuantizedWeight],
+        embeddings: Mapping[str, QuantizedWeight],
         fixed: Mapping[str, int] | None = None,
     ) -> None:
         self._inventory = inventory
-        self._layers: dict[str, QuantLayer] = {**layers, **embeddings}
+        self._layers: dict[str, QuantizedWeight] = {**layers, **embeddings}
         self._tables = {*embeddings, *inventory.tied.values()}
         seen = {id(layer.float_weight) for layer in self._layers.values()}
         self._fixed: dict[str, Tensor] = {}
@@ -331,7 +323,7 @@ class FileSize:
         fixed = of_tables | dict(fixed or {})
         for name, bits in fixed.items():
             self._fixed |= self._tensors(name, bits)
-        # The end of the data at the most bits: no offset in the header has more digits.
+        # Where the data would end at the most bits, so that no offset has more digits.
         self._end = 0
         self._end = self.of_rest() + sum(
             self.of_layer(name, MAX_PACKED_BITS) for name in layers if name not in fixed
@@ -395,19 +387,16 @@ class FileSize:
 
     def _tensors(self, name: str, bits: int) -> dict[str, Tensor]:
         """Return the tensors that stand for a layer's weight, on the meta device."""
-        layer = self._layers[name]
-        spec = EncodeSpec.of(layer, name in self._tables, None)
-        spec = spec.at(bits)
-        form = FORMS[form_of(spec, "packed")]
-        weight = _on_meta(shape_of(layer.float_weight), spec.dtype)
-        encoded = EncodedWeight({"weight": weight})
-        if form.FORMAT is not None:
-            codes = _on_meta(spec.matrix_shape, torch.int32)
-            scale = _on_meta(spec.grid.shape(*spec.matrix_shape), torch.float32)
-            zero = None if spec.grid.symmetric else scale.int()
-            encoded = form.write(Quantized(codes, scale, zero), spec)
         tied = [other for other, owner in self._inventory.tied.items() if owner == name]
-        return encoded.named(name, layer.kind, tied)
+        spec = replace(
+            WeightSpec.of(self._layers[name]).at(bits),
+            name=name,
+            is_table=name in self._tables,
+            tied=tuple(tied),
+            matrices=None,
+        )
+        form = LAYOUTS["packed"].form_of(spec)
+        return _tensors_of(replace(spec, stored=form.name))
 
 
 def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -415,9 +404,9 @@ def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def parts_are_called(model: nn.Module) -> bool:
-    """Whether users call parts of the model by themselves, past the first forward pass that would unpack all of it."""
+    """True if users call parts of the model, past the first forward pass that would unpack all of it."""
     config = getattr(model, "config", None)
-    # Sentence Transformers call `forward`, past hooks.
+    # Sentence Transformers call `forward` directly, past hooks.
     return bool(
         body_of(model)
         or getattr(config, "is_encoder_decoder", False)

@@ -12,7 +12,7 @@ from transformers.training_args import OptimizerNames
 
 from ..config import MoQConfig
 from ..errors import read_as, read_json
-from ..formats.table import LAYOUTS, Layout, has_codes
+from ..formats.table import LAYOUTS, Layout
 from ..lora import is_merged
 from ..names import without_peft
 from ..rendering import rendered
@@ -193,10 +193,11 @@ def facts_of_folder(
     layers = found.layers.values()
     kinds = {_KINDS.get(layer.kind, "linear layers") for layer in layers}
     widths = sorted({layer.bits for layer in layers})
-    with_codes = [layer for layer in layers if has_codes(layer.stored)]
+    with_codes = [layer for layer in layers if layer.has_codes]
     formats = {layer.format for layer in with_codes}
     facts: dict[str, Any] = {
         "found": found,
+        "is_left_packed": LAYOUTS[found.state["layout"]].is_left_packed,
         "kinds": sorted(kinds, reverse=True),
         "widths": ["float" if bits == FLOAT_BITS else bits for bits in widths],
         "codes": sorted("integers" if f == "int" else f.upper() for f in formats),
@@ -322,7 +323,7 @@ def how_to_load(
         load=load,
         dtype=proof and proof.dtype,
         kept=list(proof.kept) if proof else [],
-        is_packed=saved.state["layout"] == "packed",
+        is_packed=LAYOUTS[saved.state["layout"]].is_left_packed,
     )
     return cls, code
 

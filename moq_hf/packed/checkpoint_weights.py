@@ -35,8 +35,8 @@ class Weights(Mapping[str, Tensor]):
 
     Attributes:
         place: Where they are, for messages.
-        specs: What is known of each before it is read: a tensor on the meta device.
-        read: Gives one, on the CPU.
+        specs: A tensor on the meta device for each.
+        read: Reads one, to the CPU.
     """
 
     place: Path
@@ -49,7 +49,7 @@ class Weights(Mapping[str, Tensor]):
         Raises:
             MoQError: It cannot be read; names the file.
         """
-        # Whatever a file that is not what it was makes a library raise.
+        # A damaged file may make a library raise anything.
         with explained(f"{self.place}: {name} cannot be read"):
             return self.read(name)
 
@@ -90,7 +90,7 @@ def safetensors_weights(folder: Path) -> Weights:
 
 
 def distributed_weights(folder: Path) -> Weights:
-    """What `torch.distributed.checkpoint` wrote of a model: the shards of all processes, each in its own file.
+    """The weights that `torch.distributed.checkpoint` wrote: the shards of all processes, each in its own file.
 
     Raises:
         MoQError: It is not the checkpoint of a model.
@@ -132,7 +132,7 @@ def distributed_weights(folder: Path) -> Weights:
 
 
 class _Ignored:
-    """Replaces an object of DeepSpeed's, of which nothing is needed."""
+    """Stands for an object of DeepSpeed's that is not needed."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -279,7 +279,7 @@ def _read(path: Path) -> Any:
     Raises:
         MoQError: It is damaged.
     """
-    # Whatever a damaged file makes torch and pickle raise.
+    # A damaged file may make torch and pickle raise anything.
     with explained(f"{path} is damaged"):
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         stubs: list[Any] = [(_Ignored, name) for name in foreign]

@@ -1,4 +1,4 @@
-"""The layers of one model on their way into the files: the form that each is stored in, and the config groups.
+"""`Encoder`: writes the layers of one model in the form that fits each, and names them in config groups.
 
 A config group names its modules by patterns that hold in transformers and in servers,
 which rename and fuse layers. A server puts other prefixes before a name, other modules
@@ -8,7 +8,6 @@ in the module `output`. So a pattern has the list of blocks, the numbers of the 
 and the last part of the layer's name.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,46 +17,34 @@ import torch
 from torch import Tensor, nn
 
 from .. import quantizer
-from ..errors import MoQError, shortened
-from ..formats import gemma, int_quantized, mxfp4, pack_quantized
-from ..formats.stored import (
-    MAX_PACKED_BITS,
-    EncodedWeight,
-    EncodeSpec,
-    Form,
-    SharedScheme,
-    StoredLayer,
-)
-from ..formats.table import (
-    FORMS,
-    LAYOUTS,
-    TAKEN_APART,
-    Layout,
-    form_of,
-    has_codes,
-    needs_of,
-)
-from ..grid import Format
+from ..errors import MoQError
+from ..formats import int_quantized, pack_quantized
+from ..formats.stored import EncodedWeight
+from ..formats.table import FORMS, LAYOUTS, TAKEN_APART, Layout, needs_of
 from ..model.convert import beyond
-from ..model.inventory import FUSED, LINEARS, Inventory
+from ..model.inventory import LINEARS, Inventory
 from ..names import plain_name
-from ..processes import device_of, shape_of
-from ..quant_linear import QuantLayer
+from ..processes import device_of
+from ..quantized_weight import QuantizedWeight
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import (
     matrices_in_files,
     original_format,
-    stays_float,
     takes_apart,
 )
+from ..servers import FUSED
 from ..text import dtype_name
-from ..weight_matrix import from_rows, is_experts, parameter_of, to_rows
+from ..weight_matrix import from_rows, parameter_of, to_rows
+from ..weight_spec import FLOAT, WeightSpec
 
 _Value = TypeVar("_Value")
 # The config group of packed experts.
 _EXPERTS = "experts"
-# Whatever stands before, and between two parts of a name.
+# Whatever stands before a name, or between two parts of it.
 _ANY = r"(?:.*\.)?"
+# Where a layer stands: its list of blocks, the number of its block, a pattern of what may
+# lie between that and the end of its name, and that end.
+_Place = tuple[str, str, str, str]
 # What the files call the matrix of an expert.
 _MATRIX = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
 
@@ -75,8 +62,8 @@ class Encoder:
             to it.
 
     Attributes:
-        forms: Each layer's form: one of `FORMS`, or "float" for one that is not
-            quantized yet.
+        has_codes: Whether any layer is stored as codes.
+        widths: The bits that codes have in the files.
         packed: The layers whose modules hold packed weights after loading.
         groups: The config groups so far, without the layers that they are for.
         stored: What `moq_state.json` says of each layer that was stored.
@@ -91,7 +78,7 @@ class Encoder:
     def __init__(
         self,
         inventory: Inventory,
-        layers: Mapping[str, QuantLayer],
+        layers: Mapping[str, QuantizedWeight],
         layout: Layout,
         tied: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
@@ -100,8 +87,9 @@ class Encoder:
         self.tied = tied or {}
         self.groups: dict[str, dict[str, Any]] = {}
         self._members: dict[str, list[str]] = {}
-        self.stored: dict[str, StoredLayer] = {}
+        self.stored: dict[str, WeightSpec] = {}
         self.names: dict[str, str] | None = None
+        self._layout = LAYOUTS[layout]
         model = self._model = inventory.model
         modules = without_peft_names(inventory.modules, inventory.adapters)
         self._linears = [
@@ -116,186 +104,102 @@ class Encoder:
         self._patterns = Patterns(
             matched, lists, str(getattr(model, "base_model_prefix", ""))
         )
-        self.tables = {
-            name
-            for name, layer in layers.items()
-            if layer.kind == "embedding" or self.tied.get(name)
-        }
-        shared = self._shared_scheme() if layout == "unpacked" else None
-        self._specs = {
-            name: self._spec(model, name, layer, shared)
-            for name, layer in layers.items()
-        }
-        self.rounds_inputs = LAYOUTS[layout].has_inputs and self._round_inputs()
-        self.forms = {name: self._form(name) for name in layers}
-        specs = self._specs
-        unfit = [
-            n for n, f in self.forms.items() if f == "dense" and not specs[n].in_float
-        ]
-        if layout == "gemma" and unfit:
-            raise MoQError(
-                f"layout gemma has no place for {shortened(unfit)}: it {gemma.LEGAL}"
-            )
-        if layout == "mxfp4" and layout not in self.forms.values():
-            raise MoQError(
-                "layout mxfp4 is that of GPT-OSS, whose experts must be in MXFP4 (format); without it a "
-                "layout is found for any model"
-            )
-        packed = [n for n, form in self.forms.items() if form in ("packed", "gemma")]
+        specs = {name: self._spec(name, layer) for name, layer in layers.items()}
+        self.tables = {name for name, spec in specs.items() if spec.is_table}
+        rounded = self._with_inputs(specs) if self._layout.has_inputs else None
+        self.rounds_inputs = bool(rounded)
+        self._specs = self._layout.placed(specs | (rounded or {}))
+        misfit = self._layout.misfit(self._specs.values())
+        if misfit is not None:
+            raise MoQError(f"layout {layout} {misfit}")
+        coded = [spec for spec in self._specs.values() if spec.has_codes]
+        packed = [spec for spec in coded if FORMS[spec.stored].stays_packed]
         self._matrices = {
-            name: self._specs[name].matrices or ()
-            for name in packed
-            if is_experts(layers[name].kind)
+            spec.name: spec.matrices for spec in packed if spec.matrices is not None
         }
-        self.packed = [name for name in packed if name not in self._matrices]
-        # Layers that are unpacked while loading all have codes as wide as the widest
-        # one's. So have packed experts in any layout.
-        same_width = list(self._matrices) if shared is None else packed
-        width = max([2, *(self._specs[name].width for name in same_width)])
-        for name in same_width:
-            self._specs[name] = replace(self._specs[name], width=width)
-        coded = [self._specs[n] for n, form in self.forms.items() if has_codes(form)]
+        self.packed = [spec.name for spec in packed if spec.name not in self._matrices]
+        self.has_codes = bool(coded)
+        self.widths = {spec.width for spec in coded}
         self.dtypes = {dtype_name(spec.dtype) for spec in coded}
         scales = {
             dtype_name(spec.scale_dtype) for spec in coded if spec.format == "int"
         }
-        # Packed modules load their scales in the model's dtype: a narrower one than
-        # theirs would round them. What is unpacked while loading is cast once, after it.
+        # Packed modules load their scales in the model's dtype, and a narrower one would
+        # round them. Weights that are unpacked while loading are cast once, afterwards.
         self.model_dtypes = {
             dtype_name(parameter.dtype)
             for name, parameter in inventory.parameters()
             if parameter.is_floating_point() and not inventory.is_added(name)
         }
         dtypes = self.dtypes | scales
-        if layout == "unpacked":
+        if self._layout.unpacks:
             dtypes = self.model_dtypes
         self.dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
 
     @property
     def is_asymmetric(self) -> bool:
-        """Whether packed layers have zero points."""
-        return any(not self.layers[name].moq.grid.symmetric for name in self.packed)
-
-    @property
-    def widths(self) -> set[int]:
-        """The bits that codes have in the files."""
-        return {
-            self._specs[name].width or self.layers[name].moq.bits
-            for name, form in self.forms.items()
-            if has_codes(form)
-        }
+        """True if packed layers have zero points."""
+        return any(not self._specs[name].grid.symmetric for name in self.packed)
 
     @property
     def needs_bfloat16(self) -> bool:
-        """Whether packed layers have floats for codes, which are unpacked in bfloat16 and in no other dtype."""
+        """True if packed codes are floats, which are unpacked in bfloat16 and in no other dtype."""
         return any(self._specs[name].format != "int" for name in self.packed)
 
     @property
     def needs(self) -> dict[str, str]:
         """The least versions of the libraries that load the folder."""
-        packed = [self._specs[n] for n, form in self.forms.items() if form == "packed"]
-        layout = self.layout if any(map(has_codes, self.forms.values())) else "floats"
-        widths = {spec.width for spec in packed}
-        return needs_of(layout, widths, any(spec.format != "int" for spec in packed))
+        return needs_of(self._layout, self._specs.values())
 
     @property
     def misleads_older(self) -> bool:
-        """Whether versions of transformers before the least one load other weights without an error.
+        """True if versions of transformers before the least one load other weights without an error.
 
         They do not unpack experts, and look for packed layers under the names that the
         modules have today.
         """
-        return bool(self._matrices or self.names or self.layout == "gemma")
+        is_known = not self._layout.is_for_transformers_alone
+        return bool(self._matrices or self.names or not is_known)
 
-    def _shared_scheme(self) -> SharedScheme:
-        linears = [
-            layer
-            for n, layer in self.layers.items()
-            if n not in self.tables
-            and (layer.kind == "linear" or is_experts(layer.kind))
-        ] or list(self.layers.values())
-        grids = [layer.moq.grid for layer in linears]
-        # Layers of other groups repeat their scales: `overrides` may say any.
-        row_size = math.gcd(*(grid.grouping.row_size or 0 for grid in grids)) or None
-        width = widest = table_size = others_size = 0
-        for name, layer in self.layers.items():
-            if layer.moq.bits <= MAX_PACKED_BITS:
-                size = shape_of(layer.float_weight).numel()
-                widest = max(widest, layer.moq.bits)
-                if name in self.tables:
-                    table_size += size
-                else:
-                    others_size += size
-                    width = max(width, layer.moq.bits)
-        # Tables stay floats where the files would grow by giving all other codes their
-        # bits.
-        growth = (widest - width) * others_size
-        saved = (8 * torch.float32.itemsize - widest) * table_size
-        format, *others = _formats_of(linears)
-        format = "int" if others else format
-        return SharedScheme(row_size, grids[0].symmetric, growth <= saved, format)
-
-    def _spec(
-        self,
-        model: nn.Module,
-        name: str,
-        layer: QuantLayer,
-        shared: SharedScheme | None,
-    ) -> EncodeSpec:
-        matrices = None
-        if layer.kind == "experts":
+    def _spec(self, name: str, layer: QuantizedWeight) -> WeightSpec:
+        spec = WeightSpec.of(layer)
+        if spec.kind == "experts":
             same = [each for each in self.layers.values() if each.kind == "experts"]
-            # They have one scheme in the files.
-            if len(_formats_of(same)) == 1:
-                matrices = matrix_names(model, name, shape_of(layer.float_weight))
-        in_float = self.layout == "gemma" and (
-            layer.kind not in ("linear", "conv1d", "embedding")
-            or name in self.tied
-            or stays_float(model, name, layer)
-        )
-        return replace(
-            EncodeSpec.of(layer, name in self.tables, matrices),
-            shared=shared,
-            in_float=in_float,
-        )
+            formats = {each.moq.precision.format for each in same}
+            matrices = matrix_names(self._model, name, spec.full_shape)
+            # The files have one scheme for all of them.
+            spec = replace(spec, matrices=matrices if len(formats) == 1 else None)
+        tied = tuple(self.tied.get(name, ()))
+        is_table = spec.kind == "embedding" or bool(tied)
+        spec = replace(spec, name=name, tied=tied, is_table=is_table)
+        left_alone = self._layout.leaves_alone(self._model, spec, layer.module)
+        return replace(spec, left_alone=left_alone)
 
-    def _round_inputs(self) -> bool:
-        """Give the specs what the layers' inputs are rounded with, if all of them can be delivered so."""
-        specs = {}
+    def _with_inputs(self, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
+        """The layers whose inputs are rounded, with their grids; none where the files have no place for some."""
+        found = {}
         for name, layer in self.layers.items():
             inputs = layer.moq.inputs
             if inputs is None:
                 continue
             scale = None if inputs.scale is None else inputs.scale.float().cpu()
-            spec = replace(self._specs[name], inputs=inputs.grid, input_scale=scale)
+            spec = replace(specs[name], inputs=inputs.grid, input_scale=scale)
+            found[name] = spec
             has_scale = scale is not None or inputs.grid.scale == "per_token"
-            is_trained = inputs.active and has_scale and not layer.moq.blend
-            is_taken = spec.input_fault is None
-            if self.layout == "gemma":
-                is_taken = gemma.takes_inputs(spec, inputs.grid)
-            if not is_trained or not is_taken:
-                return False
-            specs[name] = spec
-        self._specs |= specs
-        return bool(specs)
-
-    def _form(self, name: str) -> Form:
-        state = self.layers[name].moq
-        return (
-            "float"
-            if state.bits == FLOAT_BITS or state.blend
-            else form_of(self._specs[name], self.layout)
-        )
+            is_trained = inputs.active and has_scale and not spec.blended
+            if not is_trained or not self._layout.takes_inputs(spec):
+                return {}
+        return found
 
     def why_in_float(self, name: str) -> str:
         """Why the files have no codes for a layer, in words."""
-        if self.forms[name] == "float":
-            return "training ended before they were at their bits"
         spec = self._specs[name]
-        fault = None if spec.in_float else pack_quantized.misfit(spec)
+        if spec.stored == FLOAT:
+            return "training ended before they were at their bits"
+        fault = None if spec.left_alone else pack_quantized.misfit(spec)
         if fault is None and self.layout == "floats" and takes_apart(self._model, ()):
             return TAKEN_APART
-        return fault or LAYOUTS[self.layout].stays
+        return fault or self._layout.stays
 
     def store(self, name: str, saved: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The tensors that the files hold of a layer's weight, by name.
@@ -310,25 +214,22 @@ class Encoder:
         layer = self.layers[name]
         state = layer.moq
         spec = self._specs[name]
-        form = self.forms[name]
-        tied = self.tied.get(name, ())
 
         def handed(values: Tensor) -> Tensor:
             if state.lora and not layer.float_weight.is_meta:
-                # Another device may sum in another order than the one that has trained.
+                # Sums of adapters depend on the device: take the one that trained them.
                 values = values.to(device_of(layer.float_weight))
-            # An engine may have handed the weight over in a narrower dtype, so that the
-            # evaluated model had a weight that was rounded to it first.
+            # Where an engine hands weights over in a narrower dtype, the evaluated model
+            # had quantized what was rounded to it.
             return values.to(state.handed_dtype or values.dtype)
 
         source = saved(layer.float_weight)
         merged = state.merged(handed(source), lambda part: handed(saved(part)))
         parameter = merged.to(source.dtype)
         weight = to_rows(parameter, spec.kind).contiguous()
-        spec = replace(spec, shape=parameter.shape, dtype=weight.dtype)
+        spec = replace(spec, full_shape=tuple(parameter.shape), dtype=weight.dtype)
         ratio = None if state.ratio is None else state.ratio.to(weight.device)
-        scales = (0, 0)
-        if form == "float":
+        if spec.stored == FLOAT:
             if state.bits != FLOAT_BITS:
                 weight = quantizer.fake_quantize(
                     weight,
@@ -350,50 +251,35 @@ class Encoder:
                 raise MoQError(
                     f"{parameter_of(name, spec.kind)} cannot be quantized: {error}"
                 ) from error
-            # Only so large a scale needs a second look.
+            # Only a scale this large can make a weight overflow.
             farthest = values.scale.abs().amax() * state.precision.reach
             if farthest > torch.finfo(weight.dtype).max:
                 dense = quantizer.dequantize(*values, dtype=weight.dtype)
                 if not dense.isfinite().all():
                     raise MoQError(beyond(parameter_of(name, spec.kind), weight.dtype))
-            scales = state.grid.shape(*spec.matrix_shape)
             on_cpu: list[Any] = [
                 None if part is None else part.cpu() for part in values
             ]
-            encoded = FORMS[form].write(quantizer.Quantized(*on_cpu), spec)
-        matrices = self._matrices.get(name)
-        # Those of experts have their whole names.
-        parts = encoded.parts if matrices else encoded.named(name, spec.kind, tied)
-        if form == "mxfp4":
-            parts = {
-                name + mxfp4.ENDINGS[part]: tensor
-                for part, tensor in encoded.parts.items()
-            }
-        self.stored[name] = StoredLayer(
-            kind=spec.kind,
-            bits=state.bits,
-            stored=form,
-            shape=spec.matrix_shape,
-            scales=scales,
-            symmetric=state.grid.symmetric,
-            full=state.precision.is_full,
-            format=spec.format,
+            write = FORMS[spec.stored].write
+            encoded = write(quantizer.Quantized(*on_cpu), spec)
+        spec = replace(spec, matrices=self._matrices.get(name))
+        parts = encoded.named(spec)
+        self.stored[name] = replace(
+            spec,
             bytes=sum(tensor.nbytes for tensor in parts.values()),
             bytes_before=weight.nbytes,
             group=None if encoded.scheme is None else self._group(name, encoded.scheme),
-            grid=encoded.grid,
-            tied=tuple(tied),
-            matrices=matrices,
+            grid_text=encoded.grid,
         )
-        if form == "int8" and layer.kind == "embedding":
-            parts |= int_quantized.unsaved_buffers(name, layer)
+        is_table = spec.has_codes and spec.kind == "embedding"
+        if is_table and not FORMS[spec.stored].stays_packed:
+            parts |= int_quantized.unsaved_buffers(name, layer.module)
         return parts
 
     def _group(self, name: str, scheme: dict[str, Any]) -> str:
         """Add a layer to the config group with its scheme, and return the name of the group."""
         if name in self._matrices:
-            # Experts have a group of their own, which stands first, because loaders
-            # take the first group that names experts.
+            # Loaders take the first group that names experts, so theirs stands first.
             self.groups = {_EXPERTS: scheme, **self.groups}
             return _EXPERTS
         others = [group for group in self.groups if group != _EXPERTS]
@@ -425,7 +311,7 @@ class Encoder:
         for name, tensor in tensors.items():
             layer = name
             name_in_files = names_in_files.get(id(tensor), name)
-            # Experts are a parameter, any other layer is a module.
+            # Experts are a parameter; any other layer is a module.
             if layer not in layers:
                 layer = layer.rpartition(".")[0]
                 name_in_files = name_in_files.rpartition(".")[0]
@@ -437,36 +323,15 @@ class Encoder:
         """The quantization config for `config.json`; None if every layer is dense."""
         if not self.groups:
             return None
-        if self.layout == "mxfp4":
-            return mxfp4.CONFIG
-        formats = {group["format"] for group in self.groups.values()}
         grouped = set().union(*self._members.values())
         has_tables = not self.tables.isdisjoint(self.packed)
         named = self._patterns.names if has_tables else self._linears
         ungrouped = [name for name in named if name not in grouped]
         targets, ignore = self._patterns.of(self._members, ungrouped)
-        if self.layout == "gemma":
-            widths = {
-                self.groups[name]["weights"]["num_bits"]: patterns
-                for name, patterns in targets.items()
-            }
-            return gemma.config(widths, ignore, has_tables)
         if _EXPERTS in self.groups:
             matrices = set().union(*self._matrices.values())
             targets[_EXPERTS] = [matrix_pattern(matrices)]
-        return {
-            "config_groups": {
-                name: {"targets": targets[name], **group}
-                for name, group in self.groups.items()
-            },
-            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-            "quantization_status": "compressed",
-            "ignore": ignore,
-        }
-
-
-def _formats_of(layers: Iterable[QuantLayer]) -> set[Format]:
-    return {layer.moq.precision.format for layer in layers}
+        return self._layout.config(self.groups, targets, ignore, has_tables)
 
 
 def matrix_names(
@@ -539,9 +404,10 @@ class Patterns:
         self.names = list(names)
         self.prefix = f"{prefix}." if prefix else ""
         paths = [path.split(".") for path in lists]
-        # The name of a layer in a block: list, number and the rest.
+        # A layer in a block is called by the list, the number of the block, and the rest
+        # with its last part.
         any_list = "|".join(map(re.escape, lists))
-        self._in_list = re.compile(rf"({any_list})\.(\d+)\.(.+)")
+        self._in_list = re.compile(rf"({any_list})\.(\d+)\.((?:.+\.)?([^.]+))")
         self.lists = {
             path: (_own_end(path.split("."), paths), count)
             for path, count in lists.items()
@@ -561,11 +427,11 @@ class Patterns:
             would not tell the groups apart, the names.
         """
         owners = {name: group for group, members in groups.items() for name in members}
-        tails = self._tails({**dict.fromkeys(ungrouped), **owners})
+        places = self._places({**dict.fromkeys(ungrouped), **owners})
         targets = {
-            group: self._patterns(members, tails) for group, members in groups.items()
+            group: self._patterns(members, places) for group, members in groups.items()
         }
-        ignore = self._patterns(ungrouped, tails)
+        ignore = self._patterns(ungrouped, places)
         for name in self.names:
             found = [group for group in targets if _matches(name, targets[group])]
             if _matches(name, ignore):
@@ -575,44 +441,36 @@ class Patterns:
                 return names, list(ungrouped)
         return targets, ignore
 
-    def _tails(self, owners: Mapping[str, str | None]) -> dict[str, tuple[str, str]]:
-        """Return a name's last part if only layers of its group have it in their block, else all parts.
-
-        Before it stands the pattern of what may lie between the block and this part.
-        """
+    def _places(self, owners: Mapping[str, str | None]) -> dict[str, _Place]:
+        """Find each layer in its block: by its last part if only layers of its group have that there, else by all."""
+        matches = ((name, self._in_list.fullmatch(name)) for name in owners)
+        parts = {name: match.groups() for name, match in matches if match}
         groups_with: dict[tuple[str, str, str], set[str | None]] = {}
-        places: dict[str, tuple[str, str, str]] = {}
-        rests: dict[str, str] = {}
-        for name, owner in owners.items():
-            match = self._in_list.fullmatch(name)
-            if match is not None:
-                path, index, rest = match.groups()
-                rests[name] = rest
-                places[name] = (path, index, rest.rpartition(".")[2])
-                groups_with.setdefault(places[name], set()).add(owner)
-        tails = {}
-        for name, place in places.items():
-            last = place[2]
+        for name, (path, index, _, last) in parts.items():
+            groups_with.setdefault((path, index, last), set()).add(owners[name])
+        places = {}
+        for name, (path, index, rest, last) in parts.items():
             # The whole rest of a name has nothing between it and its block.
-            is_whole = len(groups_with[place]) > 1 or rests[name] == last
-            tails[name] = ("", rests[name]) if is_whole else (_ANY, last)
-        return tails
+            is_whole = len(groups_with[path, index, last]) > 1 or rest == last
+            between, tail = ("", rest) if is_whole else (_ANY, last)
+            places[name] = path, index, between, tail
+        return places
 
     def _patterns(
-        self, members: Sequence[str], tails: Mapping[str, tuple[str, str]]
+        self, members: Sequence[str], places: Mapping[str, _Place]
     ) -> list[str]:
-        places: dict[tuple[str, str, str], dict[str, None]] = {}
+        numbers_of: dict[tuple[str, str, str], dict[str, None]] = {}
         patterns = []
         for name in members:
-            match = self._in_list.fullmatch(name)
-            if match is None:
+            if name in places:
+                path, index, between, tail = places[name]
+                numbers_of.setdefault((path, between, tail), {})[index] = None
+            else:
                 own = re.escape(name.removeprefix(self.prefix))
                 patterns.append(f"re:{_ANY}{own}$")
-            else:
-                places.setdefault((match[1], *tails[name]), {})[match[2]] = None
         # Layers of the same blocks have one pattern.
         shared: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
-        for (path, between, tail), numbers in places.items():
+        for (path, between, tail), numbers in numbers_of.items():
             key = (path, tuple(numbers), between)
             shared.setdefault(key, []).append(re.escape(tail))
         for (path, indices, between), ends in shared.items():

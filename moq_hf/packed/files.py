@@ -18,11 +18,11 @@ from torch import Tensor
 from ..errors import MoQError, one_line, read_as, read_json
 
 CONFIG = "config.json"
-# And the one beside it for newer versions of transformers; see `refuse_older`.
+# It, and the one beside it for newer versions of transformers; see `refuse_older`.
 CONFIGS = re.compile(r"config(\.[\d.]+)?\.json")
 # Holds the adapters of a `PeftModel`, in the folder of its base model.
 ADAPTER = "adapter"
-# The same of adapters that are merged into the model, to train on with.
+# Holds adapters that are merged into the model, to go on training with.
 MERGED_ADAPTER = "lora"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -130,7 +130,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """What a folder has of a tokenizer or a processor."""
+    """The files of a tokenizer or a processor in a folder."""
     return [
         path
         for path in sorted(folder.iterdir())
@@ -140,7 +140,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy what a folder has of a tokenizer or a processor."""
+    """Copy the files of a tokenizer or a processor."""
     for path in tokenizer_files(source):
         if path.is_dir():
             shutil.copytree(path, target / path.name)
@@ -149,14 +149,14 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def save_beside(folder: Path, save: Callable[[Path], Any]) -> str | None:
-    """Have files written that a model does not need, all or none of them.
+    """Write files that a model does not need, all or none of them.
 
     Args:
         folder: The model's.
         save: Writes them into a folder that it is given.
 
     Returns:
-        Why there are none; None if they are there.
+        Why they are not there; None if they are.
     """
     with tempfile.TemporaryDirectory(prefix=".", dir=folder) as place:
         try:
@@ -169,7 +169,7 @@ def save_beside(folder: Path, save: Callable[[Path], Any]) -> str | None:
 
 
 def move_files(source: Path, target: Path, last: Collection[str] = ()) -> None:
-    """Move the files below a folder to the same places below another one, those of some names last."""
+    """Move the files below a folder to the same places below another one; `last` names those that come last."""
     for path in sorted(source.rglob("*"), key=lambda path: path.name in last):
         if path.is_file():
             place = target / path.relative_to(source)
@@ -193,9 +193,9 @@ def new_path(out: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def alone_at(target: Path) -> Iterator[None]:
-    """Wait for others that are here with a target in the same folder; a process that is killed lets go of it.
+    """Hold a lock on the folder of a target, which a process that is killed lets go of.
 
-    On Windows, and on file systems without locks, nothing waits.
+    On Windows, and on file systems without locks, there is none.
     """
     with contextlib.ExitStack() as held:
         with contextlib.suppress(ImportError, OSError):
@@ -216,8 +216,8 @@ def staged(
     """A path beside `target` to write a file or a folder to; where nothing is raised, it becomes `target` at the end.
 
     Args:
-        target: Where the file or folder shall be in the end.
-        what: What is written, for the error.
+        target: The path in the end.
+        what: Names the contents in an error.
         publish: Moves the files into a folder that exists already. They are first
             written inside that folder then, because it may be a file system of its own.
 

@@ -30,6 +30,7 @@ from ..text import counted, dtype_name
 from ..training.measuring import ONE_AT_A_TIME, evaluating
 from ..training.samples import check_batch
 from ..weight_matrix import parameter_of
+from .differences import differences
 from .files import active_adapter
 
 # Where all weights are equal, outputs may differ by the rounding of another kernel,
@@ -38,6 +39,8 @@ ROUNDING = 1e-5
 # Tokens of a prompt, and of what is generated after it.
 _PROMPT = 8
 _GENERATED = 4
+# The name of those among the outputs.
+_TOKENS = "tokens"
 # How many of the modules that differ are named.
 _NAMED = 5
 _NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
@@ -48,8 +51,7 @@ class Proof:
     """How the outputs of a folder that `from_pretrained` loaded compare with those of the model in memory.
 
     Attributes:
-        agrees: Whether it computes what the model does; None if that could not be found
-            out.
+        agrees: Whether it computes what the model does; None if that is not known.
         examples: How many examples were compared.
         largest_difference: The largest of all outputs; None if none could be compared.
         tokens: How many tokens each of the two generated for the comparison; None where
@@ -58,12 +60,12 @@ class Proof:
         inputs: What both computed with where training rounds the inputs of layers:
             "rounded", as the files say, or "float", since they cannot say so; None
             where training does not.
-        dtype: That to which the loaded model was cast, since it loads in another one
-            than the model in memory has; None where it needed no cast.
-        kept: Globs for the names of what was not cast, since the model in memory has it
-            in another dtype; none where `.to(dtype)` casts all.
-        autocast: The dtype of the autocast under which both answered; None without one.
-        attention: What `from_pretrained` was given as `attn_implementation`, since the
+        dtype: The one that the loaded model was cast to, since it loads in another
+            one than the model in memory has; None where it needed no cast.
+        kept: Globs for the names of tensors that were not cast, since the model in
+            memory has them in another dtype; none where `.to(dtype)` casts all.
+        autocast: The dtype of the autocast under which both answered; None without.
+        attention: The `attn_implementation` that `from_pretrained` was given, since the
             model in memory has another one than it would choose; else None.
 
     >>> print(Proof(True, 4, 0.0, 8, None))
@@ -108,26 +110,25 @@ class Proof:
 
 
 def has_failed(proof: Proof | None) -> TypeGuard[Proof]:
-    """Whether a folder was compared and does not compute what the model did."""
+    """Tell whether a folder was compared and does not compute what the model did."""
     return proof is not None and proof.agrees is False
 
 
-class _Outputs(NamedTuple):
-    """What a model answers, and the tokens that it generates, if it does."""
-
-    tensors: list[Tensor]
-    tokens: Tensor | None
+class _Verdict(NamedTuple):
+    agrees: bool | None
+    reason: str | None
+    largest_difference: float | None = None
 
 
 class ReferenceOutputs:
     """The outputs of a model in memory, to be compared with those of folders that hold it.
 
-    Each model is called in evaluation mode, without gradients, with the same seed; mode
-    and random state of the caller stay as they are. With FSDP every process must make
+    Each model is called in evaluation mode, without gradients, with the same seed; the
+    caller's mode and random state stay as they are. With FSDP every process must make
     one of these; a single process may then compare.
 
     Args:
-        model: In any state; left as it is.
+        model: In any mode, which it keeps.
         inputs: A batch as the model's forward pass takes it, with labels or without.
         autocast: The dtype that it is evaluated with under autocast; None: without
             autocast.
@@ -146,8 +147,8 @@ class ReferenceOutputs:
         self.examples = next(sizes, 0)
         # With the inputs of layers rounded, where training does so, and without: not
         # every folder can say how they are.
-        self._outputs: dict[bool, _Outputs] = {}
-        # Why there are no outputs, and what of the batch the model did not take.
+        self._answers: dict[bool, dict[str, Tensor]] = {}
+        # Why there are no outputs, and the error that the batch raised.
         self.reason: str | None = None
         self.error: Exception | None = None
         rounding = {
@@ -161,12 +162,16 @@ class ReferenceOutputs:
             if has_loss_of_its_own(self.model):
                 self._inputs.pop("labels", None)
             if self._rounds:
-                self._outputs[True] = self._answers_of(self.model)
+                self._answers[True] = self._reference_answers()
             for layer in rounding:
                 layer.moq.inputs = None
-            self._outputs[False] = self._answers_of(self.model)
-            tensors = [part for part in self._outputs[False].tensors if part.numel()]
-            if tensors and all(tensor.isnan().all() for tensor in tensors):
+            self._answers[False] = self._reference_answers()
+            outputs = [
+                output
+                for name, output in self._answers[False].items()
+                if name != _TOKENS and output.numel()
+            ]
+            if outputs and all(output.isnan().all() for output in outputs):
                 self.reason = "all outputs of the model in memory are NaN"
         except Exception as error:
             text = one_line(error, named=True)[:300]
@@ -176,13 +181,12 @@ class ReferenceOutputs:
             for layer, rounded in rounding.items():
                 layer.moq.inputs = rounded
 
-    def _answers_of(self, model: nn.Module) -> _Outputs:
-        tensors = self._outputs_of(model)
-        tokens = None
+    def _reference_answers(self) -> dict[str, Tensor]:
+        answers = self._outputs_of(self.model)
         # Where the model in memory cannot generate, the loaded one need not.
         with contextlib.suppress(Exception):
-            tokens = self._tokens_of(model)
-        return _Outputs(tensors, tokens)
+            answers |= self._tokens_of(self.model)
+        return answers
 
     def prove(self, folder: str | Path, rounded: bool = False) -> Proof:
         """Load a folder with plain `from_pretrained` and compare it; raises nothing.
@@ -194,8 +198,8 @@ class ReferenceOutputs:
         from compressed_tensors.offload import as_single_threaded
 
         # A model that was loaded from such a folder rounds by itself.
-        found = self._outputs.get(rounded and self._rounds, _Outputs([], None))
-        self.outputs, self.tokens = found
+        answers = self._answers.get(rounded and self._rounds, {})
+        tokens = answers.get(_TOKENS)
         inputs: Literal["rounded", "float"] | None = None
         if self._rounds:
             inputs = "rounded" if rounded else "float"
@@ -205,109 +209,109 @@ class ReferenceOutputs:
         agrees = None
         reason: str | None = "a second copy of the model does not fit beside it"
         difference = None
-        # Of several processes compressed-tensors would give each a part to load, and wait for all of them.
+        # compressed-tensors shards loading over ranks; only this one loads.
         with contextlib.suppress(*_NO_MEMORY), as_single_threaded():
-            agrees, reason, difference = self._compare(Path(folder))
-        tokens = None if self.tokens is None else self.tokens.numel()
-        if difference == float("inf"):
-            # JSON has no infinite numbers.
-            difference = None
+            agrees, reason, difference = self._compare(Path(folder), answers)
         return Proof(
-            agrees,
-            self.examples,
-            difference,
-            tokens,
-            reason,
-            inputs,
-            self._cast_to,
-            self._kept,
-            None if self._autocast is None else dtype_name(self._autocast),
-            self._attention,
+            agrees=agrees,
+            examples=self.examples,
+            # JSON has no infinite numbers.
+            largest_difference=None if difference == float("inf") else difference,
+            tokens=None if tokens is None else tokens.numel(),
+            reason=reason,
+            inputs=inputs,
+            dtype=self._cast_to,
+            kept=self._kept,
+            autocast=None if self._autocast is None else dtype_name(self._autocast),
+            attention=self._attention,
         )
 
-    def _compare(self, folder: Path) -> tuple[bool | None, str | None, float | None]:
-        """Load the folder and return whether it agrees, why not, and the largest difference of the outputs."""
+    def _compare(self, folder: Path, answers: Mapping[str, Tensor]) -> _Verdict:
         if self.reason is not None:
-            return None, self.reason, None
+            return _Verdict(None, self.reason)
         size = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        size += sum(2 * output.nbytes for output in self.outputs)
+        size += sum(2 * answer.nbytes for answer in answers.values())
         if not _fits(size, self._device):
-            return (
+            return _Verdict(
                 None,
                 f"a second copy of the model ({size / 1e6:,.0f} MB) does not fit beside it",
-                None,
             )
         failure = "from_pretrained cannot load it"
         try:
             loaded = self._load(folder)
             failure = "the loaded model fails"
-            if self.tokens is not None:
+            if _TOKENS in answers:
                 # Generation comes before any call of the model, since it must not need
                 # what the first call unpacks.
                 self._tokens_of(loaded)
             unlike = self._cast(loaded)
             if unlike is not None:
-                return False, unlike, None
-            outputs = self._outputs_of(loaded)
-            tokens = None if self.tokens is None else self._tokens_of(loaded)
+                return _Verdict(False, unlike)
+            found = self._outputs_of(loaded)
+            if _TOKENS in answers:
+                found |= self._tokens_of(loaded)
         except _NO_MEMORY:
             raise
         except Exception as error:
-            return False, f"{failure} ({one_line(error, named=True)[:300]})", None
-        if [output.shape for output in outputs] != [
-            output.shape for output in self.outputs
-        ]:
-            return False, "the loaded model has other outputs", None
-        if not outputs and tokens is None:
-            return None, "the model gives no tensor to compare", None
-        return self._compare_outputs(loaded, outputs, tokens)
+            return _Verdict(False, f"{failure} ({one_line(error, named=True)[:300]})")
+        return self._compare_answers(loaded, found, answers)
 
-    def _compare_outputs(
-        self, loaded: nn.Module, outputs: list[Tensor], tokens: Tensor | None
-    ) -> tuple[bool | None, str | None, float | None]:
-        difference = max(map(distance, self.outputs, outputs), default=0.0)
-        same_tokens = self.tokens is None or (
-            tokens is not None and torch.equal(tokens, self.tokens)
-        )
-        if same_tokens and difference == 0.0:
-            return True, None, difference
+    def _compare_answers(
+        self,
+        loaded: nn.Module,
+        found: Mapping[str, Tensor],
+        answers: Mapping[str, Tensor],
+    ) -> _Verdict:
+        if not found and not answers:
+            return _Verdict(None, "the model gives no tensor to compare")
+        apart: dict[str, float] = {}
+        for name, what, largest in differences(found.items(), answers):
+            if what != "value" and name != _TOKENS:
+                return _Verdict(False, "the loaded model has other outputs")
+            apart[name] = largest
+        if not apart:
+            return _Verdict(True, None, 0.0)
+        same_tokens = apart.pop(_TOKENS, None) is None
+        difference = max(apart.values(), default=0.0)
         reason = (
             f"outputs differ by {difference:.3g}"
-            if difference
+            if apart
             else "other tokens are generated"
         )
         is_small = same_tokens and all(
-            distance(a, b) <= ROUNDING * largest_value(a)
-            for a, b in zip(self.outputs, outputs, strict=True)
+            largest <= ROUNDING * largest_value(answers[name])
+            for name, largest in apart.items()
         )
         if any(map(is_apart, self.model.parameters())):
             # To compare the weights, the other processes would have to gather them.
             if is_small:
-                return None, f"{reason}, which may be rounding", None
-            return False, reason, difference
+                return _Verdict(None, f"{reason}, which may be rounding")
+            return _Verdict(False, reason, difference)
         names = modules_with_other_weights(self.model, loaded)
         if is_small and not names:
-            return True, None, difference
+            return _Verdict(True, None, difference)
         where = "though all weights are equal"
         if names:
             where = f"first in {', '.join(names[:_NAMED])}"
-        return False, f"{reason}, {where}", difference
+        return _Verdict(False, f"{reason}, {where}", difference)
 
-    def _outputs_of(self, model: nn.Module) -> list[Tensor]:
-        outputs = []
+    def _outputs_of(self, model: nn.Module) -> dict[str, Tensor]:
+        outputs = {}
         with self._evaluating(model):
-            for tensor in tensors_of(model(**self._inputs)):
+            for number, tensor in enumerate(tensors_of(model(**self._inputs))):
                 output = tensor.detach().cpu()
-                outputs.append(output.float() if output.is_floating_point() else output)
+                if output.is_floating_point():
+                    output = output.float()
+                outputs[str(number)] = output
         return outputs
 
-    def _tokens_of(self, model: Any) -> Tensor | None:
-        """What the model generates after two short prompts, `[examples, 4]`; None where it does not generate."""
+    def _tokens_of(self, model: Any) -> dict[str, Tensor]:
+        """Generate after two short prompts: tokens `[examples, 4]`, or nothing where the model does not generate."""
         main = model.main_input_name
         # Processes whose texts end after different numbers of tokens would wait for
         # each other.
         if not model.can_generate() or any(map(is_apart, model.parameters())):
-            return None
+            return {}
         prompts = {main: self._inputs[main][:2]}
         if "attention_mask" in self._inputs:
             prompts["attention_mask"] = self._inputs["attention_mask"][:2]
@@ -322,7 +326,7 @@ class ReferenceOutputs:
             generated: Tensor = model.generate(
                 **prompts, **settings, return_dict_in_generate=False
             )
-        return generated[:, -_GENERATED:].cpu()
+        return {_TOKENS: generated[:, -_GENERATED:].cpu()}
 
     @contextlib.contextmanager
     def _evaluating(self, model: nn.Module) -> Iterator[None]:
@@ -363,45 +367,38 @@ class ReferenceOutputs:
                 # The first call unpacks the weights.
                 loaded(**self._inputs)
         in_memory = all_tensors(self.model)
-        # What the model in memory does not have, the scale of inputs, goes with the rest.
-        wanted = {
-            name: in_memory[plain].dtype
-            for name, plain in _floats_in(loaded).items()
-            if plain in in_memory
+        found = {
+            name: tensor
+            for name, tensor in [*loaded.named_parameters(), *loaded.named_buffers()]
+            if tensor.is_floating_point()
         }
-        found = dict([*loaded.named_parameters(), *loaded.named_buffers()])
+        prefix = "" if without_peft(loaded) is loaded else "base_model.model."
+        # Scales of inputs, which the model in memory does not have, go with the rest.
+        wanted: dict[str, torch.dtype] = {}
+        for name in found:
+            plain = plain_name(name.removeprefix(prefix), ())
+            if plain in in_memory:
+                wanted[name] = in_memory[plain].dtype
         cast = [name for name, dtype in wanted.items() if found[name].dtype != dtype]
         if not cast:
             return None
         dtype = wanted[cast[0]]
         kept = [name for name in wanted if wanted[name] != dtype]
-        others = sorted(set(cast).intersection(kept))
-        if others:
-            return (
-                f"in memory {cast[0]} is {dtype_name(dtype)}, {others[0]} {dtype_name(wanted[others[0]])}, and both "
-                f"load in {dtype_name(found[cast[0]].dtype)}"
-            )
+        for name in cast:
+            if wanted[name] != dtype:
+                return (
+                    f"in memory {cast[0]} is {dtype_name(dtype)}, {name} {dtype_name(wanted[name])}, and both "
+                    f"load in {dtype_name(found[name].dtype)}"
+                )
         self._cast_to = dtype_name(dtype)
         if not kept:
             loaded.to(dtype)
             return None
         self._kept = patterns_of(kept, cast)
         for name, tensor in found.items():
-            if tensor.is_floating_point() and not _is_kept(name, self._kept):
+            if not _is_kept(name, self._kept):
                 tensor.data = tensor.data.to(dtype)
         return None
-
-
-def _floats_in(model: nn.Module) -> dict[str, str]:
-    """The floating-point parameters and buffers of a model: the name of each, and its name without PEFT."""
-    names = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point():
-            inner = name
-            if without_peft(model) is not model:
-                inner = name.removeprefix("base_model.model.")
-            names[name] = str(plain_name(inner, ()))
-    return names
 
 
 def _is_kept(name: str, patterns: Iterable[str]) -> bool:
@@ -409,7 +406,7 @@ def _is_kept(name: str, patterns: Iterable[str]) -> bool:
 
 
 def patterns_of(names: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
-    """Globs for names, with `*` for the numbers of blocks where no other name is meant by them.
+    """Globs for names, with `*` for the numbers of blocks unless that would match another name.
 
     >>> patterns_of(["layers.0.norm", "layers.1.norm"], ["layers.0.q"])
     ('layers.*.norm',)
@@ -453,15 +450,15 @@ def reference_to(model: nn.Module, inputs: Mapping[str, Any]) -> ReferenceOutput
 def kept_batch(
     inputs: Mapping[str, Any], model: nn.Module | None = None
 ) -> dict[str, Any]:
-    """A copy of a batch on the CPU, to be used when training has ended.
+    """A copy of a batch on the CPU, for use when training has ended.
 
     A Trainer may replace the model's forward pass, as TRL does, by one with other
     arguments and outputs. The saved model has the forward pass of its class, so only
-    what that takes is kept, for both models.
+    the arguments of that one are kept, for both models.
 
     Args:
         inputs: As the model's forward pass takes it.
-        model: Whose batch it is; None keeps all of it.
+        model: The model that takes the batch; None keeps all of it.
     """
     base = None if model is None else without_peft(model)
     if base is not None and "forward" in vars(base):
@@ -471,7 +468,7 @@ def kept_batch(
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """The tensors of an output, in their order.
+    """The tensors in an output, in order.
 
     >>> tensors_of({"logits": torch.tensor([0.5]), "hidden": (torch.tensor([1]), None)})
     [tensor([0.5000]), tensor([1])]
@@ -485,20 +482,6 @@ def tensors_of(output: Any) -> list[Tensor]:
     elif not isinstance(output, (tuple, list)):
         return []
     return [tensor for part in output for tensor in tensors_of(part)]
-
-
-def distance(first: Tensor, second: Tensor) -> float:
-    """The largest difference of two outputs; infinite numbers and NaN in both are equal.
-
-    >>> distance(torch.tensor([1.0, torch.nan]), torch.tensor([1.5, torch.nan]))
-    0.5
-    """
-    if torch.equal(first, second) or not first.numel():
-        return 0.0
-    # Masked scores are infinite in both; NaN in both is the same output.
-    same = (first == second) | (first.isnan() & second.isnan())
-    difference = (first.double() - second.double()).abs().masked_fill(same, 0.0)
-    return float(difference.nan_to_num(nan=float("inf")).max())
 
 
 def largest_value(output: Tensor) -> float:
@@ -515,29 +498,39 @@ def largest_value(output: Tensor) -> float:
 
 def modules_with_other_weights(model: nn.Module, loaded: nn.Module) -> list[str]:
     """The modules of the loaded model with a parameter or buffer that differs from the model's."""
-    expected = all_tensors(model)
-    layers = {
-        str(plain_name(parameter_of(name, layer.kind), ())): layer
-        for name, layer in quantized_layers(without_peft(model)).items()
-    }
-    names: dict[str, None] = {}
-    for name, tensor in all_tensors(loaded).items():
-        other = expected.get(name)
-        if other is not None and name in layers:
-            other = layers[name].quantized_weight(other.dtype)
-        if other is not None and not torch.equal(tensor, other.to(tensor.dtype)):
-            names[name.rpartition(".")[0]] = None
-    return list(names)
+    found = differences(used_tensors(model).items(), all_tensors(loaded))
+    names = [name for name, what, _ in found if what in ("shape", "value")]
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
-def all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """A model's parameters and buffers, under all their names, which are those without PEFT."""
-    return {
-        str(plain_name(f"{module_name}.{name}", ())): tensor
-        for module_name, module in named_modules(without_peft(model))
-        for name, tensor in {**module._parameters, **module._buffers}.items()
-        if tensor is not None
-    }
+def used_tensors(model: nn.Module, added: Iterable[str] = ()) -> dict[str, Tensor]:
+    """A model's tensors as its forward pass uses them, under all their names, which are those without PEFT.
+
+    Args:
+        model: The model.
+        added: Modules of PEFT's, whose tensors are left out.
+    """
+    tensors = all_tensors(model, added)
+    for name, layer in quantized_layers(without_peft(model)).items():
+        plain = plain_name(name, added)
+        if plain is None:
+            continue
+        tensors[parameter_of(plain, layer.kind)] = layer.quantized_weight()
+        inputs = layer.moq.inputs
+        if inputs is not None and inputs.scale is not None:
+            tensors[f"{plain}.input_scale"] = inputs.scale.float()
+    return tensors
+
+
+def all_tensors(model: nn.Module, added: Iterable[str] = ()) -> dict[str, Tensor]:
+    """A model's parameters and buffers; see `used_tensors`."""
+    tensors = {}
+    for module_name, module in named_modules(without_peft(model), every=True):
+        for name, tensor in {**module._parameters, **module._buffers}.items():
+            plain = plain_name(f"{module_name}.{name}", added)
+            if plain is not None and tensor is not None:
+                tensors[plain] = tensor
+    return tensors
 
 
 @contextlib.contextmanager

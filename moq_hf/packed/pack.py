@@ -110,7 +110,7 @@ def pack_checkpoint(
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """That of a checkpoint, whose files are copied."""
+    """The tokenizer of a checkpoint, whose files are copied."""
 
     folder: Path
 

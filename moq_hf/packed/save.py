@@ -24,9 +24,7 @@ from ..errors import (
     shortened,
     write_json,
 )
-from ..formats import mxfp4
-from ..formats.stored import EncodeSpec
-from ..formats.table import LAYOUTS, Layout, at_full_size, has_codes, lacking
+from ..formats.table import LAYOUTS, Layout, at_full_size, first_layout, lacking
 from ..lora import is_merged
 from ..model.convert import quant_layers, quantized_layers
 from ..model.inventory import Inventory
@@ -49,6 +47,7 @@ from ..seams.transformers import (
 from ..text import quoted
 from ..training.controller import MoQController, handed_dtype
 from ..weight_matrix import parameter_of
+from ..weight_spec import WeightSpec
 from .card import how_to_load, write_card, write_run_card
 from .encode import Encoder, without_peft_names
 from .files import (
@@ -59,16 +58,14 @@ from .files import (
     SINGLE,
     WEIGHTS,
     alone_at,
-    digest_of,
     digest_of_configs,
     move_files,
-    read_tensor,
     remove,
     save_beside,
     staged,
-    tensors_in,
 )
 from .load_check import Proof, ReferenceOutputs, has_failed, quiet, reference_to
+from .reading import seal
 from .state import (
     STATE_NAME,
     clean_metrics,
@@ -79,13 +76,13 @@ from .state import (
     without_paths,
     write_state,
 )
-from .verify import Verification, verify_quantized
+from .verify import Verification, recorded
 
 logger = logging.getLogger(__name__)
 _CARD = "README.md"
-# What tells a card of moq_hf's from any other one.
+# Stands in each card that moq_hf writes.
 _MARK = b"Mixture-of-Quantization (moq_hf)"
-# What would make transformers load an older model, or put its adapters, into a new one.
+# With these of an older model transformers would load it, or its adapters, for the new one.
 _STALE_FILES = (
     "config.json",
     "adapter_config.json",
@@ -96,7 +93,7 @@ _STALE_FILES = (
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What goes with a model into its folder: the arguments of `save_quantized` that say so.
+    """The arguments of `save_quantized` that say what goes into the folder with the model.
 
     Attributes:
         run: The Trainer, for the card: what it was trained on, and how.
@@ -113,14 +110,13 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class Delivered:
-    """What a run has written.
+    """A folder that a run has written.
 
     Attributes:
         path: The folder.
         bytes: Size of its weight files together.
-        proof: How it answered beside the model in memory; None where that was not
-            tried.
-        summary: What it is, whether it was verified, and its size, in sentences.
+        proof: How its answers compared with the model's; None if they were not.
+        summary: Its form, how it was proven, and its size, in sentences.
         how_to_load: The Python expression that loads it, or lines that make `model`.
         export: The command that writes it for another runtime; None where there is
             none.
@@ -157,12 +153,11 @@ def save_quantized(
     The model stays as it is. A new directory appears complete or not at all. An
     existing one keeps its other files; its old model, with all that was saved with it,
     is deleted before the first new file is moved in, and nothing loads before the last
-    one is there. A `README.md` that moq_hf did not write stays. Of processes that save
-    to one directory at once each waits for the others.
+    one is there. A `README.md` that moq_hf did not write stays. Processes that save to
+    one directory at once wait for each other.
 
-    Of a `PeftModel` the base model is packed; its adapters are saved by
-    `save_pretrained` into the folder `adapter`, or into `lora` where they are merged
-    into the model.
+    A `PeftModel` has its base model packed; `save_pretrained` writes its adapters into
+    the folder `adapter`, or into `lora` where they are merged into the model.
 
     With `inputs` the files are then loaded by plain `from_pretrained` and compared with
     the model. Where a layout does not agree, the next one takes its place, and floats
@@ -186,8 +181,8 @@ def save_quantized(
             loading) or "floats"; None is the first of them that transformers can load.
             "gemma" is transformers' own `quant_method`, which loading leaves packed;
             "mxfp4" is that of GPT-OSS, and comes first where its experts are in MXFP4.
-        max_shard_size: Of a file of weights, as of `save_pretrained`, whose default
-            None is.
+        max_shard_size: Size of a file of weights, as for `save_pretrained`; None is
+            the default there.
 
     Returns:
         The directory.
@@ -251,7 +246,7 @@ def deliver(
         options: What goes with the model.
         reference: The model's outputs, to check the files with; None does not load
             them.
-        layout: The one to write, or an error; None: see above.
+        layout: The one to write, else an error; None is the first that can be loaded.
 
     Returns:
         What was written.
@@ -287,15 +282,17 @@ class _Saving:
         self._take(pretrained(self.whole_model))
 
     def _take(self, model: Any) -> None:
-        """Take the part of the model whose layers are encoded."""
+        """Save this part of the model, the one whose layers are encoded."""
         self.model = model
         self.inventory = Inventory.of(model, self.is_merged)
         # Embedding tables stand last in the files.
         self.quantized = quant_layers(model) | quantized_layers(model)
         self.layers = without_peft_names(self.quantized, self.inventory.adapters)
-        # Nothing ties again what `load_state_dict` loads.
+        # `load_state_dict` ties nothing.
         self.tied: Mapping[str, str] = {}
         self.unties = False
+        # Why `save_pretrained` does not write the files.
+        self.by_hand: str | None = None
         # Why files that the weights do not need are not there, by their names.
         self.not_saved: dict[str, str] = {}
 
@@ -319,6 +316,29 @@ class _Saving:
         self._check()
         self.tied, self.unties = self._ties()
         layouts, reason = self._layouts(layout, may_be_floats)
+        return self._save_first_of(layouts, reason, reference)
+
+    def save_by_hand(self, reason: str) -> Verification:
+        """Write any model as floats on their grid, as a last resort for one that cannot be packed.
+
+        The tensors lie in `model.safetensors` under their names in the state dict, for
+        `load_state_dict`. A model of transformers has its `config.json` beside them;
+        where its class allows it, `from_pretrained` loads the folder.
+
+        Raises:
+            MoQError: The files cannot be written, or a weight holds NaN or Inf.
+        """
+        self._take(without_peft(self.whole_model))
+        self.by_hand = reason
+        return self._save_first_of(["floats"], reason, None)
+
+    def _save_first_of(
+        self,
+        layouts: Sequence[Layout],
+        reason: str | None,
+        reference: ReferenceOutputs | None,
+    ) -> Verification:
+        """Write the first layout that agrees with the reference; without one, the first of all."""
         proof: Proof | None = None
         with alone_at(self.target):
             for layout in layouts:
@@ -335,7 +355,13 @@ class _Saving:
                 saved = self._record(saved, proof, reason)
                 if proof.agrees is not False:
                     break
-            self._tell_not_saved()
+            if self.not_saved:
+                parts = [f"{name} ({why})" for name, why in self.not_saved.items()]
+                logger.warning(
+                    "moq_hf: %s: not saved beside the weights: %s",
+                    self.target,
+                    ", ".join(parts),
+                )
             _warn(self.target, encoder, proof, reason, self._told())
             self._write_card(saved)
         return saved
@@ -348,7 +374,7 @@ class _Saving:
         return controller.sizes.at_full_size(controller.config) or ""
 
     def delivered(self, saved: Verification) -> Delivered:
-        """What to say of what was saved."""
+        """Describe what was saved, for the screen."""
         folder = self.target
         if saved.loads_by_hand:
             load = f"model.load_state_dict(load_file({quoted(folder / SINGLE)}))"
@@ -369,8 +395,8 @@ class _Saving:
             return Proof(None, reference.examples, None, None, why)
         return reference.prove(self.target, encoder.rounds_inputs)
 
-    def _write(self, encoder: Encoder, by_hand: str | None = None) -> Verification:
-        """Write the files of one layout and put them in place; `by_hand` is why `save_pretrained` does not."""
+    def _write(self, encoder: Encoder) -> Verification:
+        """Write the files of one layout and put them in place."""
         place = staged(
             self.target.resolve(), what="the packed model to ", publish=_publish
         )
@@ -378,20 +404,8 @@ class _Saving:
         with place as staging, quiet():
             staging.mkdir()
             tensors, rest = self._encode(encoder)
-            if by_hand is None:
-                renamed = encoder.rename(self.model, tensors)
-
-                def write(folder: Path) -> None:
-                    _write_packed_files(
-                        folder,
-                        self.model,
-                        renamed,
-                        encoder,
-                        self.unties,
-                        self.options.max_shard_size,
-                    )
-                    self._write_beside(folder)
-
+            if self.by_hand is None:
+                write = functools.partial(self._write_packed, encoder, tensors)
                 save_around(self.whole_model, self.model, staging, write, self._beside)
             else:
                 self._write_by_hand(staging, tensors)
@@ -406,26 +420,41 @@ class _Saving:
                 _write_adapter(
                     staging / name, self.whole_model, self.options.state_dict
                 )
-            return self._write_state(staging, encoder, rest, by_hand)
+            state = self._state(staging, encoder, rest)
+            seal(staging, state, encoder.stored)
+            return recorded(staging)
 
-    def save_by_hand(self, reason: str) -> Verification:
-        """Write any model as floats on their grid, as a last resort for one that cannot be packed.
-
-        The tensors lie in `model.safetensors` under their names in the state dict, for
-        `load_state_dict`. A model of transformers has its `config.json` beside them;
-        where its class allows it, `from_pretrained` loads the folder.
-
-        Raises:
-            MoQError: The files cannot be written, or a weight holds NaN or Inf.
-        """
-        self._take(without_peft(self.whole_model))
-        encoder = Encoder(self.inventory, self.layers, "floats")
-        with alone_at(self.target):
-            saved = self._write(encoder, reason)
-        self._tell_not_saved()
-        _warn(self.target, encoder, None, reason, self._told())
-        self._write_card(saved)
-        return saved
+    def _write_packed(
+        self, encoder: Encoder, tensors: dict[str, Tensor], folder: Path
+    ) -> None:
+        """Write the tensors, and `config.json` with the quantization config."""
+        size = self.options.max_shard_size
+        with without_generation_config(self.model):
+            # The class's own: a quantized model says of its floats that they are some.
+            type(self.model).save_pretrained(
+                self.model,
+                folder,
+                state_dict=encoder.rename(self.model, tensors),
+                **({} if size is None else {"max_shard_size": size}),
+                # The tensors have their names in the files already.
+                save_original_format=False,
+            )
+        path = folder / CONFIG
+        if self.unties:
+            untie(path)
+        config = encoder.config()
+        if config is not None:
+            if not LAYOUTS[encoder.layout].has_own_method:
+                write_packing_config(folder, config)
+            document = read_json(path)
+            document.setdefault("quantization_config", config)
+            document["dtype"] = encoder.dtype
+            if LAYOUTS[encoder.layout].unpacks:
+                document["quantization_config"]["dequantize"] = True
+            write_json(path, document)
+            if encoder.misleads_older:
+                refuse_older(path, encoder.needs["transformers"])
+        self._write_beside(folder)
 
     def _write_by_hand(self, folder: Path, tensors: Mapping[str, Any]) -> None:
         # No two tensors may share memory in a file.
@@ -461,19 +490,10 @@ class _Saving:
             self._beside(folder, name, lambda place: part.save_pretrained(place))
 
     def _beside(self, folder: Path, name: str, save: Callable[[Path], Any]) -> None:
-        """Have what the weights do not need written into a folder, or note why it was not."""
+        """Write files that the weights do not need, or note why they are not there."""
         fault = save_beside(folder, save)
         if fault is not None:
             self.not_saved[name] = fault
-
-    def _tell_not_saved(self) -> None:
-        if self.not_saved:
-            parts = [f"{name} ({why})" for name, why in self.not_saved.items()]
-            logger.warning(
-                "moq_hf: %s: not saved beside the weights: %s",
-                self.target,
-                ", ".join(parts),
-            )
 
     def _encoder(self, layout: Layout) -> Encoder:
         """Make the encoder of a layout, without the layers that are tied to another one, whose weight is stored."""
@@ -540,7 +560,7 @@ class _Saving:
         sharded = [
             n
             for n, layer in self.quantized.items()
-            if is_apart(layer.float_weight) or not layer.weight.numel()
+            if is_apart(layer.float_weight) or not layer.float_weight.numel()
         ]
         if sharded:
             raise MoQError(
@@ -583,10 +603,12 @@ class _Saving:
         Raises:
             MoQError: It cannot load the one that is wanted.
         """
-        if wanted is None and self._is_gpt_oss():
-            return ["mxfp4", "floats"]
+        specs = [WeightSpec.of(layer) for layer in self.layers.values()]
+        first = first_layout(self.model.config.model_type, specs)
+        if wanted is None and first is not None:
+            return [first.name, "floats"]
         encoder = self._encoder(wanted or "packed")
-        if not any(map(has_codes, encoder.forms.values())):
+        if not encoder.has_codes:
             return ["floats"]
         unpacks = is_unpacked_while_loading(
             without_peft(self.whole_model), encoder.packed
@@ -623,12 +645,6 @@ class _Saving:
                 f"transformers cannot answer with this model in the layout {wanted}: leave layout out"
             )
         return [wanted]
-
-    def _is_gpt_oss(self) -> bool:
-        """Whether the model has experts in MXFP4, and there is a layout for them."""
-        specs = (EncodeSpec.of(layer, False) for layer in self.layers.values())
-        is_of_its_type: bool = self.model.config.model_type == "gpt_oss"
-        return is_of_its_type and any(map(mxfp4.fits, specs))
 
     def _encode(self, encoder: Encoder) -> tuple[dict[str, Tensor], int]:
         """Return the tensors of the files by name, and the bytes of all that are no quantized weights.
@@ -695,17 +711,11 @@ class _Saving:
             rest[name] = source[names[name]].nbytes
         return tensors, sum(rest.values())
 
-    def _write_state(
-        self,
-        folder: Path,
-        encoder: Encoder,
-        rest: int,
-        by_hand: str | None = None,
-    ) -> Verification:
-        """Write `moq_state.json`; `by_hand` is why we write the files ourselves, without `save_pretrained`."""
+    def _state(self, folder: Path, encoder: Encoder, rest: int) -> dict[str, Any]:
+        """Give the content of `moq_state.json`, but for the digests of the tensors."""
         sizes = ModelSizes(self.whole, self.quantized)
         saved = sum(layer.bytes_before for layer in encoder.stored.values())
-        state = state_of(self.layers, encoder.stored, self.options.controller) | {
+        return state_of(self.layers, encoder.stored, self.options.controller) | {
             "metrics": clean_metrics(self.options.metrics or {}),
             "float_metrics": clean_metrics(self.options.float_metrics or {}),
             "names": encoder.names,
@@ -715,10 +725,10 @@ class _Saving:
             "groups": encoder.groups
             if LAYOUTS[encoder.layout].has_own_method
             else None,
-            "reason": by_hand and without_paths(by_hand),
+            "reason": self.by_hand and without_paths(self.by_hand),
             # Until the files were compared.
             "proof": None,
-            "by_hand": by_hand is not None,
+            "by_hand": self.by_hand is not None,
             "rounds_inputs": encoder.rounds_inputs,
             "handed_dtype": handed_dtype(self.layers),
             "parameters": {
@@ -727,21 +737,17 @@ class _Saving:
                 "mean_bits": sizes.mean_bits,
             },
             "float_bytes": saved + rest,
-            "tensors": {
-                name: digest_of(read_tensor(path, name))
-                for name, path in tensors_in(folder).items()
-            },
+            # Those of the files, which are read back.
+            "tensors": {},
             "config_json": digest_of_configs(folder),
-            # What the next model that is saved here deletes.
+            # The next model that is saved here deletes these.
             "files": sorted(path.name for path in folder.iterdir()),
         }
-        write_state(folder, state)
-        return verify_quantized(folder)
 
     def _record(
         self, saved: Verification, proof: Proof, reason: str | None
     ) -> Verification:
-        """Put into the state how the files in place compared."""
+        """Write into the state how the files compared."""
         proof = replace(proof, reason=proof.reason and without_paths(proof.reason))
         found = {"proof": asdict(proof), "reason": reason and without_paths(reason)}
         state = saved.state | found
@@ -764,7 +770,7 @@ class _Saving:
             run = self.options.run
             # The stock card reads the config of the Trainer's model.
             if run is not None and hasattr(run.model, "config"):
-                # Of a license that is not given the Hub would be asked.
+                # license="" keeps TrainingSummary from querying the Hub.
                 write_run_card(self.target, run, license="", found=saved)
             else:
                 config = getattr(self.model, "config", None)
@@ -779,44 +785,6 @@ class _Saving:
                 self.target,
                 one_line(error, named=True),
             )
-
-
-def _write_packed_files(
-    folder: Path,
-    model: Any,
-    tensors: Mapping[str, Tensor],
-    encoder: Encoder,
-    unties: bool,
-    max_shard_size: int | str | None,
-) -> None:
-    """Write the tensors, and `config.json` with the quantization config."""
-    size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    with without_generation_config(model):
-        # The class's own: a quantized model says of its floats that they are some.
-        type(model).save_pretrained(
-            model,
-            folder,
-            state_dict=dict(tensors),
-            **size,
-            # The tensors have their names in the files already.
-            save_original_format=False,
-        )
-    if unties:
-        untie(folder / CONFIG)
-    config = encoder.config()
-    if config is None:
-        return
-    path = folder / CONFIG
-    if not LAYOUTS[encoder.layout].has_own_method:
-        write_packing_config(folder, config)
-    document = read_json(path)
-    document.setdefault("quantization_config", config)
-    document["dtype"] = encoder.dtype
-    if encoder.layout == "unpacked":
-        document["quantization_config"]["dequantize"] = True
-    write_json(path, document)
-    if encoder.misleads_older:
-        refuse_older(path, encoder.needs["transformers"])
 
 
 def _save_generation_config(config: GenerationConfig, folder: Path) -> None:
@@ -869,7 +837,7 @@ def _publish(staging: Path, target: Path) -> None:
 
 
 def _warn_of_float_inputs(saving: _Saving) -> None:
-    """Say that the model rounds inputs and its folder does not, where that is so."""
+    """Warn where the model rounds inputs and its folder does not."""
     rounded = {
         name: layer.moq.inputs
         for name, layer in saving.layers.items()
@@ -900,7 +868,7 @@ def _warn(
     """Say what of the model is not packed, where `told` does not say it, and what does not compute the same."""
     reasons: dict[str, list[str]] = {}
     for name, layer in encoder.stored.items():
-        if not has_codes(layer.stored):
+        if not layer.has_codes:
             reasons.setdefault(encoder.why_in_float(name), []).append(name)
     # One reason is enough: a folder of floats has its own.
     text = at_full_size(reasons, len(encoder.stored)) if reasons else ""
@@ -925,7 +893,7 @@ def _warn(
             "moq_hf: %s holds floats on the grid, not packed: %s", target, reason
         )
     elif reason is not None:
-        way = "unpacked" if encoder.layout == "unpacked" else "left packed"
+        way = "unpacked" if LAYOUTS[encoder.layout].unpacks else "left packed"
         # The rest is the text of an error, which would read as one of the run.
         tried = reason.partition(" (")[0]
         logger.warning(

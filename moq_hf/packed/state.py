@@ -8,31 +8,58 @@ import platform
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import torch
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 from .. import serving
 from ..config import MoQConfig
-from ..config_fields import Count, Flag, Positive, Weight
-from ..errors import MoQError, explained, read_as, show, write_json
-from ..formats.stored import StoredLayer, by_matrix
-from ..formats.table import Layout, has_codes, installed
+from ..config_fields import Count, Flag, Positive, Weight, one_of
+from ..errors import MoQError, explained, read_as, show, show_key, write_json
+from ..formats.stored import by_matrix
+from ..formats.table import FORMS, LAYOUTS, installed
+from ..grid import Format, Grid, Grouping, PerChannel, PerGroup, RowBlocks
 from ..inputs import ranges_of
-from ..quant_linear import QuantLayer, inputs_of
+from ..quantized_weight import QuantizedWeight, inputs_of
+from ..schedule import FLOAT_BITS
+from ..servers import SERVERS, Server
 from ..training.controller import MoQController
 from ..training.resume import Range
 from ..version import __version__
+from ..weight_matrix import Kind
+from ..weight_spec import FLOAT, WeightSpec
 from .files import ADAPTER, CONFIG, read_document, tokenizer_files
 from .load_check import Proof, has_failed
 
 STATE_NAME = "moq_state.json"
-# Format 1 was 0.1.0's and is not read.
+# Format 1 was that of 0.1.0, which is not read any more.
 STATE_FORMAT = 2
+
+
+class StoredLayer(TypedDict):
+    """The keys of a layer in `moq_state.json`; `WeightSpec` says what they are."""
+
+    # A file with other keys is damaged.
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    kind: Kind
+    bits: Annotated[int, Field(strict=True, ge=1, le=FLOAT_BITS)]
+    stored: Annotated[str, one_of([*FORMS, FLOAT])]
+    shape: tuple[Positive, Positive]
+    scales: tuple[Count, Count]
+    symmetric: Flag
+    bytes: Count
+    bytes_before: Count
+    group: NotRequired[str | None]
+    grid: NotRequired[tuple[str, str | None] | None]
+    full: NotRequired[Flag]
+    tied: NotRequired[tuple[str, ...]]
+    matrices: NotRequired[tuple[str, ...] | None]
+    format: NotRequired[Format]
 
 
 class Counted(TypedDict):
@@ -59,7 +86,7 @@ class State(TypedDict):
     parameters: Counted
     float_bytes: Positive
     files: list[str]
-    layout: Layout
+    layout: Annotated[str, one_of(LAYOUTS)]
     needs: dict[str, str]
     groups: dict[str, Any] | None
     rounds_inputs: Flag
@@ -69,8 +96,8 @@ class State(TypedDict):
 
 
 def state_of(
-    layers: Mapping[str, QuantLayer],
-    stored: Mapping[str, StoredLayer],
+    layers: Mapping[str, QuantizedWeight],
+    stored: Mapping[str, WeightSpec],
     controller: MoQController | None,
 ) -> dict[str, Any]:
     """What `moq_state.json` holds of a model and its run."""
@@ -97,8 +124,34 @@ def state_of(
         "step": step,
         "history": history,
         "choice": choice,
-        "layers": {name: asdict(layer) for name, layer in stored.items()},
+        "layers": {name: _in_state(layer) for name, layer in stored.items()},
     }
+
+
+def _in_state(spec: WeightSpec) -> dict[str, Any]:
+    """A weight as `moq_state.json` has it."""
+    same = {key: getattr(spec, key) for key in StoredLayer.__annotations__}
+    return {**same, "grid": spec.grid_text}
+
+
+def _from_state(name: str, stored: StoredLayer) -> WeightSpec:
+    """The weight that an entry of `moq_state.json` describes."""
+    given: dict[str, Any] = {**stored, "name": name}
+    rows, columns = stored["shape"]
+    blocks, groups = given.pop("scales")
+    grouping: Grouping = PerChannel()
+    if groups > 1:
+        grouping = PerGroup(columns // groups)
+    elif 0 < blocks < rows:
+        grouping = RowBlocks(blocks)
+    given["grid_text"] = given.pop("grid", None)
+    given["grid"] = Grid(
+        grouping,
+        symmetric=given.pop("symmetric"),
+        full=given.pop("full", False),
+        format=given.pop("format", "int"),
+    )
+    return WeightSpec(**given)
 
 
 def shareable(config: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +217,7 @@ def clean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     {'f1': 0.5, 'matrix': '[1, 2]', 'odd': None}
     """
     clean: dict[str, Any] = {}
-    # A run that was resumed has them in the order of its checkpoint, which is this one.
+    # Sorted as checkpoints have them, so that a resumed run writes the same.
     for name, value in sorted(metrics.items()):
         if isinstance(value, (bool, int, str)) or value is None:
             clean[name] = value
@@ -217,7 +270,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
+def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, WeightSpec]]:
     """The state of a packed checkpoint, and its layers.
 
     Raises:
@@ -225,7 +278,15 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, StoredLayer]]:
             the file and the key.
     """
     state = read_state(folder)
-    return state, read_as(State, state, str(folder / STATE_NAME))["layers"]
+    where = str(folder / STATE_NAME)
+    layers = {}
+    for name, stored in read_as(State, state, where)["layers"].items():
+        layer = layers[name] = _from_state(name, stored)
+        place = f"{where}: layers.{show_key(name)}.scales"
+        with explained(place):
+            if layer.scales != stored["scales"]:
+                raise MoQError(f"{place} are not those of its shape")
+    return state, layers
 
 
 def proof_in(state: Mapping[str, Any]) -> Proof | None:
@@ -233,7 +294,7 @@ def proof_in(state: Mapping[str, Any]) -> Proof | None:
     return Proof(**state["proof"]) if state["proof"] else None
 
 
-def check_taken(directory: Path, server: serving.Server) -> None:
+def check_taken(directory: Path, server: Server) -> None:
     """Check that a packed checkpoint can be exported; `moq-hf inspect` says the same.
 
     Raises:
@@ -292,24 +353,20 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
     if state["by_hand"] and (proof is None or not proof.agrees):
         unserved = "no save_pretrained wrote it; load_state_dict takes its weights"
     trained = MoQConfig.from_dict(state["config"])
-    rounded = trained.activations.scale if state["rounds_inputs"] else None
-    weights: dict[str, serving.Weight] = {}
-    # Packed experts lie in the files matrix by matrix.
+    inputs = trained.activations.grid if state["rounds_inputs"] else None
+    weights = {}
+    # The files hold packed experts matrix by matrix.
     for name, layer in by_matrix(layers).items():
-        rows, columns = layer.shape
-        # One group may fill a row.
-        has_groups = layer.scales[1] > 1 or trained.grouping.row_size == columns
-        weights[name] = serving.Weight(
-            kind=layer.kind,
-            rows=rows,
-            columns=columns,
-            bits=layer.bits,
-            group_size=columns // layer.scales[1] if has_groups else None,
-            symmetric=layer.symmetric,
-            packed=has_codes(layer.stored),
-            rounded=rounded if layer.kind == "linear" and not layer.tied else None,
-            format=layer.format,
-            width=max(layer.bits, trained.pack_bits or 0),
+        grid = layer.grid
+        if trained.grouping.row_size == layer.shape[1]:
+            # One group fills a row.
+            grid = replace(grid, grouping=trained.grouping)
+        is_rounded = layer.kind == "linear" and not layer.tied
+        weights[name] = replace(
+            layer,
+            grid=grid,
+            inputs=inputs if is_rounded else None,
+            pack_bits=trained.pack_bits or 0,
         )
     floats = {
         name.removesuffix(".weight")
@@ -325,4 +382,4 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
         layout=state["layout"],
         scales=trained.grid_of(str(config.get("dtype") or "float32")).scale_dtype,
     )
-    return [serving.verdict(model, server) for server in serving.SERVERS]
+    return [serving.verdict(model, server) for server in SERVERS]

@@ -20,8 +20,9 @@ from ..model.selection import split_blocks, take_inventory
 from ..model.sizes import FileSize, ModelSizes
 from ..names import pretrained
 from ..processes import agree, device_of, is_distributed, shape_of
-from ..quant_linear import QuantLayer, inputs_of
+from ..quantized_weight import QuantizedWeight, inputs_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from ..servers import fused_units
 from ..text import dtype_name
 from ..version import __version__
 from . import messages
@@ -91,7 +92,7 @@ class MoQController:
                 f"{config.spell('bits')}: overrides name the bits of every layer, so there is nothing to choose; "
                 "give a number"
             )
-        units = inventory.units(free)
+        units = fused_units(free)
         self.sensitivity: Sensitivity | None = None
         if config.eigenvalue.enabled or units:
             self.sensitivity = Sensitivity(inventory, config, units or None)
@@ -121,7 +122,7 @@ class MoQController:
         self.refresh()
 
     @property
-    def all_layers(self) -> dict[str, QuantLayer]:
+    def all_layers(self) -> dict[str, QuantizedWeight]:
         """The layers of the schedule and the embedding tables, by name."""
         return {**self.layers, **self.embeddings}
 
@@ -198,7 +199,7 @@ class MoQController:
             _checksum(self.schedule.state_dict()),
         ]
         bits = [layer.moq.bits for layer in self.layers.values()]
-        weight = next(iter(self.layers.values())).weight
+        weight = next(iter(self.layers.values())).float_weight
         agree(
             _checksum([sums, bits, skipped]),
             device_of(weight),
@@ -418,8 +419,9 @@ class MoQController:
                         name, saved[name], layer.moq.grid.shape(*layer.matrix_shape)
                     )
                     # A move to the meta device would lose the ratios.
+                    weight = layer.float_weight
                     layer.moq.ratio = (
-                        ratio if layer.weight.is_meta else ratio.to(layer.weight.device)
+                        ratio if weight.is_meta else ratio.to(weight.device)
                     )
         for table in self.embeddings.values():
             table.moq.bits = (
@@ -431,7 +433,7 @@ def _checksum(state: Any) -> int:
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
-def handed_dtype(layers: Mapping[str, QuantLayer]) -> str | None:
+def handed_dtype(layers: Mapping[str, QuantizedWeight]) -> str | None:
     """The dtype in which FSDP2 or ZeRO-3 handed over the weights, for instance "bfloat16"; None without them."""
     dtypes = {layer.moq.handed_dtype for layer in layers.values()} - {None}
     return dtype_name(next(iter(dtypes))) if dtypes else None

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer
-from transformers.pytorch_utils import Conv1D
 
 from .. import quantizer
 from ..errors import MoQError
 from ..names import pretrained
 from ..processes import is_apart, is_distributed
-from ..quant_linear import QuantLayer
+from ..quantized_weight import QuantizedWeight
 from ..seams.transformers import prepared_inputs
 from ..weight_matrix import from_rows, to_rows
 from .measuring import eager, evaluating
@@ -26,7 +25,7 @@ class _StopForward(Exception):
     """Ends a forward pass at the layer that is calibrated."""
 
 
-def check_possible(trainer: Trainer, layers: Collection[QuantLayer]) -> None:
+def check_possible(trainer: Trainer, layers: Collection[QuantizedWeight]) -> None:
     """Check, before the first step, that layers can be rounded from training examples.
 
     Raises:
@@ -47,7 +46,7 @@ def check_possible(trainer: Trainer, layers: Collection[QuantLayer]) -> None:
 def start_from_gptq(
     trainer: Trainer,
     model: nn.Module,
-    layers: Iterable[QuantLayer],
+    layers: Iterable[QuantizedWeight],
     examples: int,
 ) -> None:
     """Round the trained linear layers by `round_weights`, with training examples; frozen ones stay as they are.
@@ -72,25 +71,25 @@ def start_from_gptq(
         round_weights(model, rounded, batches, trainer.compute_loss)
 
 
-def can_round(layers: Iterable[QuantLayer]) -> list[QuantLayer]:
+def can_round(layers: Iterable[QuantizedWeight]) -> list[QuantizedWeight]:
     """The layers that GPTQ can round: linear ones with a weight of their own and no merged adapter."""
     return [
         layer
         for layer in layers
         # A tied head is a table too.
-        if isinstance(layer, nn.Linear | Conv1D)
+        if layer.kind in ("linear", "conv1d")
         and layer.kind == layer.moq.kind
         and not layer.moq.lora
     ]
 
 
-def _is_trained(layer: QuantLayer) -> bool:
+def _is_trained(layer: QuantizedWeight) -> bool:
     return layer.float_weight.requires_grad
 
 
 def round_weights(
     model: nn.Module,
-    layers: Iterable[QuantLayer],
+    layers: Iterable[QuantizedWeight],
     batches: Sequence[Any],
     run: Callable[[nn.Module, Any], object],
 ) -> None:
@@ -114,7 +113,7 @@ def round_weights(
 
 def _round(
     model: nn.Module,
-    layer: QuantLayer,
+    layer: QuantizedWeight,
     batches: Sequence[Any],
     run: Callable[[nn.Module, Any], object],
 ) -> None:
@@ -141,7 +140,7 @@ def _round(
 
     with (
         pretrained(model).register_forward_pre_hook(note_mask, with_kwargs=True),
-        layer.register_forward_pre_hook(add),
+        layer.module.register_forward_pre_hook(add),
         # Where the layer is not called, the pass ends before the loss.
         model.register_forward_hook(stop),
     ):

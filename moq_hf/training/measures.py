@@ -24,7 +24,7 @@ from ..eigen import NOT_UNDER_ENGINES, block_eigenvalues, check_second_derivativ
 from ..errors import MoQError
 from ..model.convert import quant_layers
 from ..processes import device_of, is_apart, is_sharded, mean_over_ranks
-from ..quant_linear import QuantLayer
+from ..quantized_weight import QuantizedWeight
 from .distillation import labels_at_logits, logits_in, logits_loss, takes
 from .measuring import at_bits, is_fsdp2, measuring, repeatable
 from .samples import CHUNK, Batch, rows_of
@@ -109,7 +109,7 @@ class _Measure:
         self.is_apart = any(is_apart(p) for part in blocks.values() for p in part)
         self._warned: set[str] = set()
 
-    def _quantized_layers(self) -> dict[str, list[QuantLayer]]:
+    def _quantized_layers(self) -> dict[str, list[QuantizedWeight]]:
         layers = quant_layers(self.model)
         return {
             name: [layers[layer] for layer in names]
@@ -406,7 +406,7 @@ def compared_rows(logits: Tensor, labels: Any, size: int) -> Tensor:
     return rows[:: -(-len(rows) // wanted)]
 
 
-def _squared_change(layer: QuantLayer) -> float:
+def _squared_change(layer: QuantizedWeight) -> float:
     """Compute the squared length of the change of a layer's weight by rounding."""
     change = layer.quantized_copy(torch.float32) - layer.whole_weight().float()
     return float(change.square().sum(dtype=torch.float64))

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..model.convert import quantized_layers
 from ..processes import is_apart
-from ..quant_experts import quantized_in
-from ..quant_linear import QuantLayer
+from ..quant_linear import quantized_in
+from ..quantized_weight import QuantizedWeight
 from ..schedule import FLOAT_BITS
 from ..seams.engines import FSDP2
 from ..seams.transformers import attention_of, set_attention, undo_mixed_precision
@@ -77,7 +77,7 @@ def measuring(
 
 
 @contextlib.contextmanager
-def at_bits(layers: Sequence[QuantLayer], bits: int) -> Iterator[None]:
+def at_bits(layers: Sequence[QuantizedWeight], bits: int) -> Iterator[None]:
     """Give these layers `bits` for the duration, with no share of the float weight."""
     with _restored(layer.moq for layer in layers):
         for layer in layers:
@@ -172,7 +172,7 @@ def _exchange(
     for module in model.modules():
         quantized = {} if blocks is None else quantized_in("", module)
         values = {
-            id(layer.parameter("weight")): layer.quantized_copy(torch.float32)
+            id(layer.float_weight): layer.quantized_copy(torch.float32)
             for layer in quantized.values()
         }
         parameters: dict[str, Any] = dict(module._parameters)

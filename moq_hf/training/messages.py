@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 
-from .. import serving, triton_launch
+from .. import triton_launch
 from ..config import MoQConfig
 from ..config_fields import DistillationConfig, Speller
 from ..errors import MOST_FAULTS, shortened
+from ..model import delivery
 from ..model.inventory import Inventory, is_convolution
-from ..model.selection import embeddings_to_quantize, widest_codes
+from ..model.selection import widest_codes
 from ..model.sizes import TABLE, ModelSizes, percent
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
+from ..servers import NAMED
 from ..text import counted
 from .distillation import PARTS, TASK
 from .resume import describe
@@ -44,7 +46,7 @@ def summary(
         after = f" after {begin} steps" if begin else ""
         parts += [
             f"the inputs of linear layers to {activations.bits} bits ({activations.scale}){after}",
-            f"the delivered folder computes with {serving.inputs_in_words(inventory, config)}",
+            f"the delivered folder computes with {delivery.inputs_in_words(inventory, config)}",
         ]
     parts.append(f"quantized: {sizes.coverage}")
     parts += _left_in_float(inventory, config, sizes) or ["no layer is left out"]
@@ -71,7 +73,8 @@ def _left_in_float(
     """Say what stays in float, in one sentence for each reason."""
     names: dict[str, list[str]] = {}
     for name, reason in inventory.left_out.items():
-        names.setdefault(f", {reason}" if reason else "", []).append(name)
+        why = f", {reason.removeprefix('has ')}" if reason else ""
+        names.setdefault(why, []).append(name)
     if inventory.adapters and not inventory.merged:
         names.setdefault("", []).append("PEFT's adapters")
     told = {why: [shortened(alike, MOST_FAULTS)] for why, alike in names.items()}
@@ -85,8 +88,8 @@ def _left_of_kinds(
 ) -> Iterator[str]:
     """Say which modules that are not linear layers stay in float, how large they are, and how to quantize them."""
     known = {*inventory.embeddings, *inventory.tied}
-    could = embeddings_to_quantize(inventory, config).keys() - known
-    if any("embedding" in serving.REQUIRED[n].without for n in config.serve):
+    could = inventory.tables.keys() - known
+    if any("embedding" in NAMED[n].without for n in config.serve):
         could = set()
     for kind, counts in sizes.left.items():
         what, which = (f"{kind}s", "are") if len(counts) > 1 else (kind, "is")
@@ -142,7 +145,7 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
             f"layers with a {config.spell('group_size')} weight-only; set {config.spell('groups')} instead, for "
             "instance per_channel"
         )
-    return [*notes, *serving.notes(inventory, config)]
+    return [*notes, *delivery.notes(inventory, config)]
 
 
 def switch_in_words(switch: Switch, target_bits: int, offset: int) -> str:

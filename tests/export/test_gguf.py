@@ -1,5 +1,6 @@
 """A GGUF file holds the checkpoint's integers, takes the rest from its base, and refuses a base of another model."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,10 @@ from moq_hf import MoQError, cli, quantize_model, quantizer, save_quantized
 from moq_hf.export import gguf as gguf_module
 from moq_hf.export.floats import export_floats
 from moq_hf.export.gguf import GgufExport, export_gguf
-from moq_hf.formats.stored import StoredLayer
 from moq_hf.grid import Grid, PerGroup
 from moq_hf.model.convert import quant_layers
-from moq_hf.packed.verify import stored_weights
+from moq_hf.packed.reading import Part, stored_weights
+from moq_hf.weight_spec import WeightSpec
 
 gguf = pytest.importorskip("gguf")
 
@@ -77,6 +78,20 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return {t.name: t for t in reader.tensors}, {k: f.contents() for k, f in reader.fields.items() if "GGUF." not in k}
 
 
+def floats_in(tensor: Any) -> Any:
+    """What llama.cpp computes with."""
+    return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+def in_halves(weight: quantizer.Quantized) -> Any:
+    """A symmetric weight of the checkpoint, with scales as GGUF has them."""
+    return quantizer.dequantize(weight.codes, weight.scale.half().float()).numpy()
+
+
+def assert_exact(found: GgufExport, place: str, weight: quantizer.Quantized) -> None:
+    assert np.array_equal(floats_in(read(found.path)[0][place]), in_halves(weight))
+
+
 def test_the_integers_are_those_of_the_checkpoint(checkpoint: Path, exported: GgufExport) -> None:
     tensors, _ = read(exported.path)
     names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
@@ -86,12 +101,12 @@ def test_the_integers_are_those_of_the_checkpoint(checkpoint: Path, exported: Gg
     places |= {"lm_head": "output", "model.embed_tokens": "token_embd"}
     weights = stored_weights(checkpoint)
     assert weights.keys() == places.keys() == exported.layers.keys()
-    for name, (codes, scale, _) in weights.items():
-        expected = quantizer.dequantize(codes, scale.half().float()).numpy()
+    for name, weight in weights.items():
+        expected = in_halves(weight)
         for part, heads in (("q_proj", 4), ("k_proj", 2)):
             expected = permuted(expected, heads) if name.endswith(part) else expected
         tensor = tensors[f"{places[name]}.weight"]
-        assert np.array_equal(gguf.quants.dequantize(tensor.data, tensor.tensor_type), expected), name
+        assert np.array_equal(floats_in(tensor), expected), name
         assert tensor.tensor_type.name == exported.layers[name]
     assert exported.layers["model.embed_tokens"] == "Q8_0"
     assert exported.types == {"Q4_0": 8, "Q8_0": 8, "F32": 5}
@@ -122,8 +137,7 @@ def test_bases_of_other_floats_and_asymmetric_rows(tmp_path: Path, kind: Any) ->
     assert says["general.file_type"] == 3
     (codes, scale, zero) = stored_weights(folder)["model.layers.1.self_attn.k_proj"]
     exact = permuted(quantizer.dequantize(codes, scale, zero).numpy(), 2)
-    tensor = tensors["blk.1.attn_k.weight"]
-    error = np.abs(gguf.quants.dequantize(tensor.data, tensor.tensor_type) - exact)
+    error = np.abs(floats_in(tensors["blk.1.attn_k.weight"]) - exact)
     assert 0 < error.max() <= found.weight_error * float(scale.max())
 
 
@@ -131,10 +145,7 @@ def test_row_blocks(tmp_path: Path) -> None:
     """Files hold a scale for each row, however many rows share it."""
     folder = packed(tmp_path / "packed", llama(), [4, 8], quantize_groups=4)
     found = export_gguf(folder, tmp_path / "out.gguf", base_of(folder, tmp_path / "base.gguf"))
-    (codes, scale, _) = stored_weights(folder)["model.layers.1.mlp.down_proj"]
-    tensor = read(found.path)[0]["blk.1.ffn_down.weight"]
-    expected = quantizer.dequantize(codes, scale.half().float()).numpy()
-    assert np.array_equal(gguf.quants.dequantize(tensor.data, tensor.tensor_type), expected)
+    assert_exact(found, "blk.1.ffn_down.weight", stored_weights(folder)["model.layers.1.mlp.down_proj"])
 
 
 def test_full_ranges_with_scales_that_float16_holds_are_exact(tmp_path: Path) -> None:
@@ -154,7 +165,7 @@ def test_full_ranges_with_scales_that_float16_holds_are_exact(tmp_path: Path) ->
         tensor = tensors[f"blk.1.attn_{name}.weight"]
         exact = floats[f"model.layers.1.self_attn.{name}_proj.weight"].numpy()
         exact = permuted(exact, heads) if heads else exact
-        assert np.array_equal(gguf.quants.dequantize(tensor.data, tensor.tensor_type), exact)
+        assert np.array_equal(floats_in(tensor), exact)
 
 
 def test_conv1d_a_tied_head_and_tables_that_stay_floats(tmp_path: Path) -> None:
@@ -163,11 +174,8 @@ def test_conv1d_a_tied_head_and_tables_that_stay_floats(tmp_path: Path) -> None:
     folder = packed(tmp_path / "packed", model, [4], quantize_groups="per_channel")
     found = export_gguf(folder, tmp_path / "out.gguf", base_of(folder, tmp_path / "base.gguf"))
     tensors, _ = read(found.path)
-    (codes, scale, _) = stored_weights(folder)["transformer.h.0.attn.c_attn"]
-    tensor = tensors["blk.0.attn_qkv.weight"]
-    assert list(tensor.shape) == [64, 192]
-    expected = quantizer.dequantize(codes, scale.half().float()).numpy()
-    assert np.array_equal(gguf.quants.dequantize(tensor.data, tensor.tensor_type), expected)
+    assert list(tensors["blk.0.attn_qkv.weight"].shape) == [64, 192]
+    assert_exact(found, "blk.0.attn_qkv.weight", stored_weights(folder)["transformer.h.0.attn.c_attn"])
     assert "output.weight" not in tensors and tensors["token_embd.weight"].tensor_type is Kind.F16
 
 
@@ -231,11 +239,15 @@ def test_a_tied_head_with_other_codes_than_its_table(tmp_path: Path, checkpoint:
 def test_experts_share_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"model.layers.0.block_sparse_moe.experts.{i}.w1" for i in range(3)]
     weights = {name: quantizer.quantize(torch.randn(8, 64), 4, Grid(PerGroup(32))) for name in names}
-    layer = StoredLayer("linear", 4, "packed", (8, 64), (8, 2), True, 0, 0)
+    layer = WeightSpec("linear", (8, 64), 4, Grid(PerGroup(32)), "packed")
     layers = dict.fromkeys(names, layer)
-    saved = SimpleNamespace(layers=layers, state={"names": None})
-    monkeypatch.setattr(gguf_module, "verify_quantized", lambda folder: saved)
-    monkeypatch.setattr(gguf_module, "stored_weights", lambda folder: dict(weights))
+
+    def parts(folder: Path) -> Iterator[Part]:
+        for name in names:
+            yield Part(name, torch.empty(0), layers[name], weights[name])
+
+    monkeypatch.setattr(gguf_module, "recorded", lambda folder: SimpleNamespace(state={"names": None}))
+    monkeypatch.setattr(gguf_module, "read_parts", parts)
     monkeypatch.setattr(gguf_module, "check_taken", lambda folder, server: None)
     writer = gguf.GGUFWriter(tmp_path / "base.gguf", "llama")
     writer.add_block_count(1)
@@ -247,9 +259,8 @@ def test_experts_share_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     writer.close()
     found = export_gguf(tmp_path, tmp_path / "out.gguf", tmp_path / "base.gguf")
     tensor = read(found.path)[0]["blk.0.ffn_gate_exps.weight"]
-    halves = [quantizer.dequantize(codes, scale.half().float()) for codes, scale, _ in weights.values()]
     assert list(tensor.shape) == [64, 8, 3]
-    assert np.array_equal(gguf.quants.dequantize(tensor.data, tensor.tensor_type), torch.stack(halves).numpy())
+    assert np.array_equal(floats_in(tensor), np.stack(list(map(in_halves, weights.values()))))
     layers[names[1]] = replace(layer, bits=8)
     with pytest.raises(MoQError, match="one type for 3 experts, of which 3 are quantized, as Q4_0, Q8_0"):
         export_gguf(tmp_path, tmp_path / "other.gguf", tmp_path / "base.gguf")

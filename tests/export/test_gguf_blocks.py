@@ -8,9 +8,9 @@ import torch
 
 from moq_hf import MoQError, quantizer
 from moq_hf.export.gguf import Blocks, blocks_of
-from moq_hf.formats.stored import StoredLayer
 from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
 from moq_hf.quantizer import Quantized
+from moq_hf.weight_spec import WeightSpec
 
 gguf = pytest.importorskip("gguf")
 
@@ -20,21 +20,18 @@ def values_of(blocks: Blocks) -> np.ndarray:
     return gguf.quants.dequantize(blocks.raw, gguf.GGMLQuantizationType[blocks.kind])
 
 
-def layer_of(stored: Quantized, bits: int) -> StoredLayer:
-    scales = (stored.scale.shape[0], stored.scale.shape[1])
-    shape = (stored.codes.shape[0], stored.codes.shape[1])
-    return StoredLayer("linear", bits, "packed", shape, scales, stored.zero_point is None, 0, 0)
-
-
-def quantized(bits: int, grouping: Grouping, symmetric: bool = True) -> tuple[Quantized, StoredLayer]:
-    values = quantizer.quantize(torch.randn(8, 128) * 0.02, bits, Grid(grouping, symmetric=symmetric))
+def quantized(bits: int, grouping: Grouping, symmetric: bool = True) -> tuple[Quantized, WeightSpec]:
+    grid = Grid(grouping, symmetric=symmetric)
+    values = quantizer.quantize(torch.randn(8, 128) * 0.02, bits, grid)
     if values.zero_point is not None:
         # As `stored_weights` has them.
         half = 2 ** (bits - 1)
         values = Quantized(values.codes - half, values.scale, values.zero_point - half)
-    return values, layer_of(values, bits)
+    return values, WeightSpec("linear", (8, 128), bits, grid, "packed")
 
 
+LAYER = WeightSpec("linear", (8, 128), 4, stored="packed")
+ASYMMETRIC = WeightSpec("linear", (8, 128), 4, Grid(symmetric=False), "packed")
 CASES = [
     *[(bits, grouping, True) for bits in range(1, 9) for grouping in (PerGroup(32), PerGroup(64), RowBlocks(2))],
     *[(bits, grouping, False) for bits in (2, 3, 4) for grouping in (PerGroup(32), PerChannel())],
@@ -62,14 +59,14 @@ def test_scales_that_float16_cannot_hold() -> None:
     for scale in (1e5, 1e-9):
         stored = Quantized(codes, torch.tensor([[1.0], [scale]]), None)
         with pytest.raises(MoQError, match=re.escape(f"blk: a scale of {scale:.3g} does not fit")):
-            blocks_of(stored, layer_of(stored, 4), "blk")
+            blocks_of(stored, LAYER, "blk")
     # The scale of zeros does not matter.
     stored = Quantized(codes * torch.tensor([[1], [0]]), torch.tensor([[1.0], [1e-9]]), None)
-    blocks = blocks_of(stored, layer_of(stored, 4), "blk")
+    blocks = blocks_of(stored, LAYER, "blk")
     assert np.array_equal(values_of(blocks)[1], np.zeros(32)) and blocks.error == 0
     zero = torch.full((2, 1), -8, dtype=torch.int32)
     stored = Quantized(codes, torch.tensor([[1.0], [6e4]]), zero)
-    assert np.isfinite(values_of(blocks_of(stored, layer_of(stored, 4), "blk"))).all()
+    assert np.isfinite(values_of(blocks_of(stored, ASYMMETRIC, "blk"))).all()
     stored = stored._replace(zero_point=zero + 15)
     with pytest.raises(MoQError, match=r"a scale of 6e\+04 does not fit"):
-        blocks_of(stored, layer_of(stored, 4), "blk")
+        blocks_of(stored, ASYMMETRIC, "blk")

@@ -11,9 +11,9 @@ import transformers as hf
 from moq_hf import quantize_model, quantizer, save_quantized
 from moq_hf.export.floats import export_floats
 from moq_hf.export.gguf import blocks_of, export_gguf
-from moq_hf.formats.stored import StoredLayer
 from moq_hf.grid import Grid, PerGroup
-from moq_hf.packed.verify import stored_weights
+from moq_hf.packed.reading import stored_weights
+from moq_hf.weight_spec import WeightSpec
 
 gguf = pytest.importorskip("gguf")
 
@@ -66,8 +66,9 @@ def test_ggufs_own_quantizer_makes_the_same_bytes_of_mxfp4() -> None:
     groups = 2 * torch.rand(64, 2, 32) - 1
     groups[..., 0] = torch.linspace(1.0, 1.74, 128).view(64, 2)
     weight = (groups * 2.0 ** torch.randint(-60, 60, (64, 2, 1))).view(64, 64)
-    values = quantizer.quantize(weight, 4, Grid(PerGroup(32), format="mxfp4"))
-    blocks = blocks_of(values, StoredLayer("linear", 4, "packed", (64, 64), (64, 2), True, 0, 0, format="mxfp4"), "it")
+    grid = Grid(PerGroup(32), format="mxfp4")
+    values = quantizer.quantize(weight, 4, grid)
+    blocks = blocks_of(values, WeightSpec("linear", (64, 64), 4, grid, "packed"), "it")
     kind = gguf.GGMLQuantizationType.MXFP4
     theirs = gguf.quants.quantize(weight.numpy(), kind)
     assert np.array_equal(gguf.quants.dequantize(theirs, kind), gguf.quants.dequantize(blocks.raw, kind))

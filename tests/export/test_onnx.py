@@ -29,9 +29,10 @@ from moq_hf.export.onnx_layers import Flavor, OnnxConvolution, target_here
 from moq_hf.formats.stored import per_row
 from moq_hf.grid import Grid, PerChannel, RowBlocks
 from moq_hf.packed.card import write_card
+from moq_hf.packed.reading import stored_weights
 from moq_hf.packed.state import served_by
-from moq_hf.packed.verify import stored_weights, verify_quantized
-from moq_hf.serving import ONNX
+from moq_hf.packed.verify import verify_quantized
+from moq_hf.servers import ONNX
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,10 @@ from repo import ROOT
 from torch import nn
 
 from moq_hf import MoQConfig
+from moq_hf.model.delivery import describe
 from moq_hf.model.selection import take_inventory
-from moq_hf.serving import GGUF, ONNX, VLLM, Server, describe, verdict
+from moq_hf.servers import GGUF, ONNX, VLLM, Server
+from moq_hf.serving import verdict
 from moq_hf.text import markdown_table
 
 PAGE = ROOT / "docs" / "reference" / "support.md"
@@ -45,7 +47,7 @@ def answer(model: nn.Module, server: Server, convolutions: bool = False, kept: s
     found = describe(take_inventory(model, config), config, 4)
     architecture = found.architecture
     weights = {
-        name: replace(weight, rows=ROWS, columns=FEATURES)
+        name: replace(weight, shape=(ROWS, FEATURES))
         for name, weight in found.weights.items()
         if not re.search(server.in_float, f"{architecture} {name}")
     }

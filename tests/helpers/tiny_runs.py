@@ -42,7 +42,7 @@ def new_model() -> hf.BertForSequenceClassification:
 
 def over_the_model(bits: float, model: nn.Module) -> float:
     """Bits per parameter of the whole model, as they are logged, with all its quantized layers at `bits`."""
-    quantized = sum(layer.weight.numel() for layer in quant_layers(model).values())
+    quantized = sum(layer.float_weight.numel() for layer in quant_layers(model).values())
     total = sum(parameter.numel() for parameter in model.parameters())
     return round(32 + (bits - 32) * quantized / total, 4)
 

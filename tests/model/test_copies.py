@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
 
 from moq_hf import MoQError, dequantize_model, hold_quantized, quantize_model
 from moq_hf import quantizer as q
 from moq_hf.grid import Grid, PerChannel
 from moq_hf.inputs import InputObserver
 from moq_hf.layer_state import LayerState
-from moq_hf.quant_linear import FLOAT_BITS
+from moq_hf.model.convert import quant_layers
+from moq_hf.schedule import FLOAT_BITS
 
 CONFIG: dict[str, Any] = {"quantize_bits": {"start_bits": 3, "target_bits": 3}, "quantize_groups": "per_channel"}
 ABSMAX = {**CONFIG, "quantize_algo": {"scale": "absmax"}}
@@ -228,40 +228,13 @@ def test_a_backward_pass_after_evaluation_uses_what_its_forward_pass_used() -> N
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], wanted)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("training", [True, False])
-def test_checkpointing_with_a_fused_optimizer_trains_as_without(training: bool, reentrant: bool) -> None:
-    plain, checkpointed = (net().train(training) for _ in range(2))
-    checkpointed.load_state_dict(plain.state_dict())
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in (plain, checkpointed)]
-    for _ in range(3):
-        x = torch.randn(5, 16, requires_grad=True)
-        outputs = plain(x), checkpoint(checkpointed, x, use_reentrant=reentrant)
-        assert torch.equal(*outputs)
-        for output, optimizer in zip(outputs, optimizers, strict=True):
-            output.pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def test_an_average_that_is_swapped_in_through_data_is_evaluated_after_eval() -> None:
-    """As torch_ema and diffusers do it; nothing else tells of what is written through `.data`."""
-    model = net().eval()
-    kept, average = (weight_of(model[0]).detach() * factor for factor in (1.0, 0.7))
-    with torch.no_grad():
-        for values in (kept, average, kept):
-            weight_of(model[0]).data.copy_(values)
-            model.eval()
-            assert is_fresh(model)
-
-
 def test_a_copy_of_a_model_has_the_precision_of_its_making() -> None:
     model = net(CONFIG)
-    model[0].set_bits(FLOAT_BITS)
+    quant_layers(model)["0"].set_bits(FLOAT_BITS)
     teacher = copy.deepcopy(model)
-    model[0].set_bits(5)
+    quant_layers(model)["0"].set_bits(5)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
-    model[0].set_bits(3)
+    quant_layers(model)["0"].set_bits(3)
     with torch.no_grad():
         model[0].weight.mul_(1.5)
     average.update_parameters(model)
@@ -314,6 +287,15 @@ def test_in_a_loop_without_a_trainer_train_counts_steps() -> None:
         assert layer.moq.seed.step == step and is_fresh(model)
         found.append(error(layer) == least_error(layer))
     assert found == [False, False, True] * 2
+
+
+def test_layers_that_share_a_weight_count_each_step_once() -> None:
+    layers = {"first": nn.Linear(16, 16), "second": nn.Linear(16, 16), "head": nn.Linear(16, 2)}
+    layers["second"].weight = layers["first"].weight
+    model: Any = quantize_model(nn.ModuleDict(layers), CONFIG)
+    assert model.first.moq is model.second.moq
+    model.train()
+    assert model.first.moq.seed.step == 1
 
 
 def test_in_a_loop_without_a_trainer_stochastic_rounding_draws_with_each_train() -> None:

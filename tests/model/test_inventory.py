@@ -53,7 +53,7 @@ def test_what_the_layers_are_is_what_the_config_says() -> None:
     model.bert.beside = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     found = take_inventory(model, MoQConfig.from_dict(CONFIG))
     assert output_heads(model, list(found.linears)) == ["classifier"] and not found.embeddings
-    assert found.left_out == {"classifier": None, "bert.beside": "a computed weight"}
+    assert found.left_out == {"classifier": None, "bert.beside": "has a computed weight"}
     assert "bert.beside" not in found.layers and "bert.pooler.dense" in found.layers
     off = take_inventory(model, MoQConfig.from_dict({**CONFIG, "enabled": False}))
     assert not off.layers and off.linears.keys() == found.linears.keys()

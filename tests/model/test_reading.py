@@ -423,7 +423,7 @@ def plain_of_compiled(model: Any) -> Any:
         with torch.no_grad():
             layer_of = other.get_submodule(name)
             parameter(layer_of).copy_(layer.quantized_weight())
-            layer_of.bias.copy_(layer.bias)
+            layer_of.bias.copy_(layer.module.bias)
     return other
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification, ResNetModel
+from transformers.pytorch_utils import Conv1D
 
 from moq_hf import MoQConfig, MoQError, quantize_model
 from moq_hf.grid import PerChannel, PerGroup, RowBlocks
@@ -59,12 +60,17 @@ def test_the_grid_of_a_convolution(groups: dict[str, Any], linear: Any, convolut
     assert ("convolutions have one scale per channel" in controller.summary()) == ("quantize_group_size" in groups)
 
 
-def test_groups_that_do_not_divide_the_channels_are_refused() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 10, 3), nn.Linear(8, 16), nn.Linear(16, 2))
-    with pytest.raises(
-        MoQError, match=r"quantize_groups 4 does not divide the weights of 0 \(out_channels 10\); .* 1, 2, or"
-    ):
-        quantize_model(model, {**CONVOLUTIONS, "quantize_groups": 4})
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        ({"quantize_groups": 4}, r"quantize_groups 4 .* 0 \(out_channels 10\), 2 \(out_features 6\); .* 1, 2, or"),
+        ({"quantize_group_size": 5}, r"quantize_group_size 5 .* 1 \(in_features 8\), 2 \(in_features 16\); .* 2, 4, 8"),
+    ],
+)
+def test_groups_that_do_not_divide_the_weights_are_refused(groups: dict[str, Any], says: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 10, 3), nn.Linear(8, 16), Conv1D(6, 16), nn.Linear(6, 2))
+    with pytest.raises(MoQError, match=says):
+        quantize_model(model, {**CONVOLUTIONS, **groups})
 
 
 def test_a_model_without_linear_layers_in_its_body_is_refused_with_a_proposal() -> None:

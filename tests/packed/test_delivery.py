@@ -136,18 +136,18 @@ def test_a_forward_pass_that_a_trainer_put_in_place_is_not_asked_of_the_folder(t
 
 def broken(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
     """Make the writing of these layouts leave another weight in the files, with matching digests."""
-    real = checkpoint._write_packed_files
+    real = _Saving._write_packed
 
-    def writing(folder: Path, model: Any, tensors: Any, plan: Any, *more: Any) -> None:
-        real(folder, model, tensors, plan, *more)
-        if plan.layout in layouts:
+    def writing(self: Any, encoder: Any, tensors: Any, folder: Path) -> None:
+        real(self, encoder, tensors, folder)
+        if encoder.layout in layouts:
             path = folder / "model.safetensors"
             stored = load_file(path)
             name = next(n for n in stored if "layer.1.output.dense.weight" in n and stored[n].is_floating_point())
             stored[name] = stored[name] * 2
             save_file(stored, path, metadata={"format": "pt"})
 
-    monkeypatch.setattr(checkpoint, "_write_packed_files", writing)
+    monkeypatch.setattr(_Saving, "_write_packed", writing)
 
 
 def test_a_layout_that_does_not_agree_is_given_up(
@@ -172,7 +172,7 @@ def test_where_nothing_agrees_the_warning_is_loud(
 ) -> None:
     model = quantize_model(bert(), FIXED)
     monkeypatch.setattr("moq_hf.packed.load_check.modules_with_other_weights", lambda model, loaded: ["some.layer"])
-    monkeypatch.setattr("moq_hf.packed.load_check.distance", lambda one, other: 0.5)
+    monkeypatch.setattr("moq_hf.packed.differences.distance", lambda one, other: 0.5)
     save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
     assert (
         "what is written does not compute what was evaluated: outputs differ by 0.5, first in some.layer" in caplog.text
@@ -416,7 +416,7 @@ def test_wrong_inputs_are_one_error_before_anything_is_written(inputs: Any, mess
 def test_a_wrong_layout_is_one_error(tmp_path: Path) -> None:
     message = "layout must be one of None, packed, unpacked, floats, gemma, mxfp4, got 'dense'"
     with pytest.raises(MoQError, match=message):
-        save_quantized(quantize_model(bert(), FIXED), tmp_path / "out", layout="dense")  # type: ignore[arg-type]
+        save_quantized(quantize_model(bert(), FIXED), tmp_path / "out", layout="dense")
     assert not (tmp_path / "out").exists()
 
 

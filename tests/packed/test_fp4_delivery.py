@@ -168,12 +168,15 @@ def test_a_scale_dtype_is_for_integers(tmp_path: Path) -> None:
     assert verify_quantized(tmp_path, model).state["layout"] == "packed"
 
 
-def test_a_head_that_shares_the_table_of_conv1d_layers_is_packed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "stored"), [(None, "packed"), ("packed", "int8")])
+def test_a_head_that_shares_the_table_of_conv1d_layers_has_codes(
+    layout: str | None, stored: str, tmp_path: Path
+) -> None:
     model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2, n_positions=32))
     quantize_model(model, {"quantize_format": "mxfp4", "quantize_heads": True})
-    found = verify_quantized(save_quantized(model, tmp_path, inputs={"input_ids": IDS}))
+    found = verify_quantized(save_quantized(model, tmp_path, inputs={"input_ids": IDS}, layout=layout), model)
     assert found.proof is not None and found.proof.agrees
-    assert {name: layer.stored for name, layer in found.layers.items()}["transformer.wte"] == "packed"
+    assert found.layers["transformer.wte"].stored == stored
 
 
 @pytest.mark.parametrize("family", ["GPT-OSS", "Mixtral"])

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf.formats.stored import by_matrix
 from moq_hf.model.convert import quant_layers
+from moq_hf.packed.reading import stored_weights
 from moq_hf.packed.state import read_state, served_by, write_state
-from moq_hf.packed.verify import recorded, stored_weights
+from moq_hf.packed.verify import recorded
 from moq_hf.quantizer import dequantize
 
 GROUPS = {"quantize_group_size": 16}

@@ -14,9 +14,9 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from moq_hf import MoQCallback, MoQConfig, MoQError, cli, quantize_model, save_quantized, verify_quantized
+from moq_hf.model.delivery import inputs_in_words
 from moq_hf.model.selection import take_inventory
 from moq_hf.packed.state import served_by
-from moq_hf.serving import inputs_in_words
 
 
 def rounding(bits: int = 8, scale: str = "static", **more: Any) -> dict[str, Any]:

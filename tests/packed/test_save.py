@@ -39,8 +39,9 @@ from moq_hf.cli import main
 from moq_hf.grid import Grid, PerGroup
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.files import digest_of, digest_of_configs
+from moq_hf.packed.reading import stored_weights
 from moq_hf.packed.state import STATE_NAME, write_state
-from moq_hf.packed.verify import recorded, stored_weights
+from moq_hf.packed.verify import recorded
 from moq_hf.training.controller import MoQController
 
 SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -266,7 +267,7 @@ OUTPUT = "bert.encoder.layer.0.attention.output.dense"
         (lambda s: s["layers"][QUERY].update(kind="lstm"), "kind must be 'linear', "),
         (lambda s: s["layers"][QUERY].update(shape="x"), 'shape must be a valid tuple, not "x"'),
         (lambda s: s["layers"][QUERY].update(shape=[0, 32]), "shape.0 must be greater than or equal to 1"),
-        (lambda s: s["layers"][QUERY].update(scales=[0, 0]), "the weights cannot be read"),
+        (lambda s: s["layers"][QUERY].update(scales=[0, 0]), f"layers.{QUERY}.scales are not those of its shape"),
         (lambda s: s["layers"][QUERY].update(bytes_before=-1), "bytes_before must be greater than or equal to 0"),
         (lambda s: s["parameters"].update(mean_bits=10**400), "mean_bits must be "),
         (lambda s: s["layers"][QUERY].update(group="none"), "the weights cannot be read: KeyError: 'none'"),

@@ -23,8 +23,8 @@ from moq_hf.errors import MoQError
 from moq_hf.export.floats import export_floats
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.pack import pack_checkpoint
+from moq_hf.packed.reading import stored_weights
 from moq_hf.packed.save import SaveOptions, _Saving
-from moq_hf.packed.verify import stored_weights
 from moq_hf.training.controller import MoQController
 
 WORDS = 96

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import model_zoo
 import pytest
 import torch
 import transformers as hf
@@ -16,9 +15,9 @@ from tiny_runs import Stop, arguments, assert_same, callback_of, moq, new_model,
 
 from moq_hf import MoQConfig, MoQError, MoQTrainer, PrecisionSchedule, last_checkpoint, verify_quantized
 from moq_hf.config_fields import BitBudget
-from moq_hf.model.inventory import Inventory
 from moq_hf.report import read_run, write_report
 from moq_hf.schedule import FLOAT_BITS
+from moq_hf.servers import fused_units
 from moq_hf.training.controller import MoQController
 from moq_hf.training.sensitivity import Sensitivity
 
@@ -208,12 +207,11 @@ def test_a_schedule_needs_its_choice() -> None:
 
 
 def test_units_are_what_servers_fuse() -> None:
-    inventory = Inventory.of(model_zoo.new_model("Llama", "causal LM"))
-    names = list(inventory.units([f"model.layers.0.mlp.{n}_proj" for n in ("gate", "up", "down")]))
+    names = list(fused_units([f"model.layers.0.mlp.{n}_proj" for n in ("gate", "up", "down")]))
     assert names == ["model.layers.0.mlp.gate_proj-up_proj", "model.layers.0.mlp.down_proj"]
     experts = [f"model.layers.0.mlp.experts.{n}" for n in ("gate_up_proj", "down_proj")]
     single = [f"model.layers.1.mlp.experts.{k}.w{n}" for k in range(2) for n in (1, 2)]
-    units = inventory.units([*experts, *single])
+    units = fused_units([*experts, *single])
     assert units == {"model.layers.0.mlp.experts": experts, "model.layers.1.mlp.experts": single}
 
 

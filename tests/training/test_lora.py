@@ -1,6 +1,7 @@
 """`"lora": "merged"`: what PEFT's LoRA trains is the weight that is quantized, evaluated and delivered."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def follow_adapters(model: Any, inputs: Any, wrapper: Any) -> None:
         # As the reference model of DPO is: the base alone, on the grid of the merged weight.
         none, layer = answer(), wrapper.base_layer
         expected = fake_quantize(layer.float_weight, 4, layer.moq.grid, ratio=layer.moq.ratio)
-        assert torch.equal(layer.quantized_copy(torch.float32), expected)
+        assert torch.equal(layer.quantized_weight(), expected)
     wrapper.set_scale("other", 2.0)
     found = [first, changed, both, other, none, answer()]
     assert all(not torch.equal(one, two) for index, one in enumerate(found) for two in found[:index])
@@ -357,54 +358,67 @@ def test_no_adapter_is_delivered_with_a_path(tmp_path: Path) -> None:
     assert all(json.loads(config.read_text())["base_model_name_or_path"] is None for config in configs)
 
 
-ERRORS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "dropout": ("BERT", {"lora_dropout": 0.1}, r"lora_dropout is 0\.1, .* set lora_dropout to 0 \(.*query\.base_layer"),
-    "bias": ("BERT", {"lora_bias": True}, "lora_bias trains a second bias: set it to False"),
-    "float": ("Llama", {"target_modules": ["q_proj", "lm_head"]}, "what stays in float: quantize it"),
-    "aLoRA": ("Llama", {"target_modules": ["q_proj"], "alora_invocation_tokens": [5]}, "ALoraLinearVariant is neither"),
-    # Its layers are square, so that the product would have the right shape.
-    "parameters": (
-        "GPT-2",
-        {"target_modules": [], "target_parameters": ["attn.c_proj.weight"]},
-        r"target_parameters cannot be merged: adapt layers by target_modules",
+def wrapped(config: Any) -> Any:
+    return peft.get_peft_model(new_model("BERT", TASK), config)
+
+
+def with_add_adapter() -> Any:
+    """transformers would save its adapters alone."""
+    model = new_model("BERT", TASK)
+    model.add_adapter(peft.LoraConfig(target_modules=["query"]))
+    return model
+
+
+def of_convolution() -> Any:
+    layers = nn.Sequential(nn.Conv1d(4, 8, 3, groups=2), nn.Flatten(), nn.Linear(16, 4), nn.Linear(4, 2))
+    return peft.get_peft_model(layers, peft.LoraConfig(target_modules=["0"], r=2))
+
+
+def llama(*targets: str, **settings: Any) -> Any:
+    return adapted("Llama", "causal LM", target_modules=list(targets), **settings)
+
+
+def of_parameter() -> Any:
+    """Its layers are square, so that the product would have the right shape."""
+    return adapted("GPT-2", "causal LM", target_modules=[], target_parameters=["attn.c_proj.weight"])
+
+
+SEQ_CLS = {"task_type": "SEQ_CLS", "target_modules": ["query"]}
+TWO = "two adapters of one weight: set ensure_weight_tying, without DoRA"
+TIED = {"ensure_weight_tying": True}
+ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "dropout": (
+        lambda: adapted(lora_dropout=0.1),
+        r"lora_dropout is 0\.1, .* set lora_dropout to 0 \(.*query\.base_layer",
     ),
+    "bias": (lambda: adapted(lora_bias=True), "lora_bias trains a second bias: set it to False"),
+    "float": (lambda: llama("q_proj", "lm_head"), "what stays in float: quantize it"),
+    "aLoRA": (lambda: llama("q_proj", alora_invocation_tokens=[5]), "ALoraLinearVariant is neither"),
+    "parameters": (of_parameter, "target_parameters cannot be merged: adapt layers by target_modules"),
+    "groups": (of_convolution, r"a convolution with groups cannot be merged.*model\.0\.base_layer"),
+    "none": (lambda: new_model("BERT", TASK), r"is none of peft\.get_peft_model with LoRA: call that before"),
+    "add_adapter": (with_add_adapter, r"is none of peft\.get_peft_model with LoRA: call that before"),
+    "IA3": (lambda: wrapped(peft.IA3Config(**SEQ_CLS, feedforward_modules=[])), "Linear of PEFT is not LoRA"),
+    "AdaLoRA": (lambda: wrapped(peft.AdaLoraConfig(**SEQ_CLS, total_step=9)), "SVDLinear of PEFT is not LoRA"),
+    "tied": (lambda: llama("embed_tokens", "lm_head"), TWO),
+    # Its layers have magnitudes of their own, of the rows of one and of the columns of the other.
+    "tied DoRA": (lambda: llama("embed_tokens", **TIED, use_dora=True), TWO),
 }
 
 
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups > 1")
 @pytest.mark.parametrize("case", ERRORS)
 def test_what_cannot_be_merged_is_told(case: str) -> None:
-    family, settings, text = ERRORS[case]
-    model = adapted(family, TASK if family == "BERT" else "causal LM", **settings)
+    make, text = ERRORS[case]
+    more = {"quantize_convolutions": True} if case == "groups" else {}
+    if "tied" in case:
+        more = {"quantize_embeddings": 8}
     with pytest.raises(MoQError, match=text):
-        quantize_model(model, FIXED)
+        quantize_model(make(), {**FIXED, **more})
 
 
-@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups > 1")
-def test_a_convolution_with_groups_is_told() -> None:
-    layers = nn.Sequential(nn.Conv1d(4, 8, 3, groups=2), nn.Flatten(), nn.Linear(16, 4), nn.Linear(4, 2))
-    model = peft.get_peft_model(layers, peft.LoraConfig(target_modules=["0"], r=2))
-    with pytest.raises(MoQError, match=r"a convolution with groups cannot be merged.*model\.0\.base_layer"):
-        quantize_model(model, {**FIXED, "quantize_convolutions": True})
-
-
-def test_a_model_without_lora_is_told() -> None:
-    with pytest.raises(MoQError, match=r"is none of peft\.get_peft_model with LoRA: call that before"):
-        quantize_model(new_model("BERT", TASK), FIXED)
-    # transformers would save its adapters alone.
-    model = new_model("BERT", TASK)
-    model.add_adapter(peft.LoraConfig(target_modules=["query"]))
-    with pytest.raises(MoQError, match=r"is none of peft\.get_peft_model with LoRA: call that before"):
-        quantize_model(model, FIXED)
-
-
-def test_another_adapter_than_lora_is_told(tmp_path: Path) -> None:
-    ia3 = peft.IA3Config(task_type="SEQ_CLS", target_modules=["query"], feedforward_modules=[])
-    adaptive = peft.AdaLoraConfig(task_type="SEQ_CLS", target_modules=["query"], total_step=9)
-    for other, name in ((ia3, "Linear"), (adaptive, "SVDLinear")):
-        with pytest.raises(MoQError, match=f"{name} of PEFT is not LoRA"):
-            quantize_model(peft.get_peft_model(new_model("BERT", TASK), other), FIXED)
-    # XLoRA has LoRA's layers, and mixes what they compute.
-    adapted("Llama", "causal LM", target_modules=["q_proj"]).save_pretrained(tmp_path)
+def test_xlora_mixes_what_the_layers_of_lora_compute(tmp_path: Path) -> None:
+    llama("q_proj").save_pretrained(tmp_path)
     base = new_model("Llama", "causal LM")
     base.config.use_cache = False
     config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, xlora_depth=1, adapters={"0": str(tmp_path)})
@@ -412,13 +426,5 @@ def test_another_adapter_than_lora_is_told(tmp_path: Path) -> None:
         quantize_model(peft.get_peft_model(base, config), FIXED)
 
 
-def test_layers_that_share_a_weight_need_one_adapter() -> None:
-    model = adapted("Llama", "causal LM", target_modules=["embed_tokens", "lm_head"])
-    with pytest.raises(MoQError, match="two adapters of one weight: set ensure_weight_tying"):
-        quantize_model(model, {**FIXED, "quantize_embeddings": 8})
-    tied = {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}
-    # Its layers have magnitudes of their own, of the rows of one and of the columns of the other.
-    with pytest.raises(MoQError, match="two adapters of one weight: set ensure_weight_tying, without DoRA"):
-        dora = adapted("Llama", "causal LM", **tied, use_dora=True)
-        quantize_model(dora, {**FIXED, "quantize_embeddings": 8})
-    quantize_model(adapted("Llama", "causal LM", **tied), {**FIXED, "quantize_embeddings": 8})
+def test_layers_that_share_a_weight_may_share_an_adapter() -> None:
+    quantize_model(llama("embed_tokens", **TIED), {**FIXED, "quantize_embeddings": 8})

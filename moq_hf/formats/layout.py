@@ -1,0 +1,148 @@
+"""`LayoutSpec`: how the weights of one folder lie together, and what loads them."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..schedule import FLOAT_BITS
+from ..weight_matrix import is_experts
+from ..weight_spec import DENSE, FLOAT, MAX_PACKED_BITS, SharedScheme, WeightSpec
+from .stored import Form
+
+
+@dataclass(frozen=True)
+class LayoutSpec:
+    """How the weights of a folder lie. The methods are those of compressed-tensors; another layout overrides them.
+
+    Attributes:
+        name: What a user and `moq_state.json` call it.
+        forms: Those that may stand in it, of which a layer takes the first that fits;
+            the last one fits every layer.
+        needs: The least versions that load every folder as it was evaluated. They were
+            tried, with the versions before them (`benchmarks/versions.py`); "gemma" and
+            "mxfp4" with 5.23.0 alone. Older ones load some models all the same, and end
+            with an error on others.
+        method: What `quantization_config` calls its `quant_method`.
+        unpacks: Whether all codes are unpacked while loading, which knows one scheme
+            for all layers, with as many bits as the largest layer has.
+        has_inputs: Whether the files can say how inputs are rounded, and keep scales of
+            half precision.
+        is_for_transformers_alone: Whether servers do not know the method, and older
+            versions of transformers load other weights without an error.
+        stays: Why it has no codes for a layer that could be packed.
+        delivered: How, in words, what comes in it is delivered.
+    """
+
+    name: str
+    forms: tuple[Form, ...]
+    needs: Mapping[str, str]
+    method: str = "compressed-tensors"
+    unpacks: bool = False
+    has_inputs: bool = False
+    is_for_transformers_alone: bool = False
+    stays: str = ""
+    delivered: str = "packed"
+
+    @property
+    def has_own_method(self) -> bool:
+        """True if transformers does not load it by compressed-tensors."""
+        return self.method != "compressed-tensors"
+
+    @property
+    def is_left_packed(self) -> bool:
+        """True if modules hold codes after loading, which the model's first call unpacks."""
+        has_codes = self.forms[0].name != DENSE
+        return has_codes and not (self.unpacks or self.has_own_method)
+
+    def comes_first(self, model_type: str, specs: Collection[WeightSpec]) -> bool:
+        """True if a model gets this layout where none is asked for."""
+        return False
+
+    def leaves_alone(
+        self, model: nn.Module, spec: WeightSpec, layer: nn.Module
+    ) -> bool:
+        """True if loading leaves a module of the model as it is, whatever the files say."""
+        return False
+
+    def takes_inputs(self, spec: WeightSpec) -> bool:
+        """True if the files can say how the inputs of a layer are rounded."""
+        return spec.input_fault is None
+
+    def misfit(self, placed: Collection[WeightSpec]) -> str | None:
+        """Why a model cannot be delivered in this layout, in words; None if it can."""
+        return None
+
+    def form_of(self, spec: WeightSpec) -> Form:
+        """The first form that fits a weight."""
+        return next(form for form in self.forms if form.fits(spec))
+
+    def placed(self, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
+        """The weights with the forms that they have in such a folder, and with the scheme and width that they share."""
+        shared = _shared_scheme(specs.values()) if self.unpacks and specs else None
+        found = {}
+        alike = []
+        for name, spec in specs.items():
+            spec = replace(spec, shared=shared)
+            if spec.bits == FLOAT_BITS or spec.blended:
+                found[name] = replace(spec, stored=FLOAT)
+                continue
+            form = self.form_of(spec)
+            found[name] = replace(spec, stored=form.name)
+            if form.stays_packed and (self.unpacks or is_experts(spec.kind)):
+                alike.append(name)
+        # These all have codes as wide as the widest one's, packed experts in any layout.
+        width = max([2, *(found[name].width for name in alike)])
+        return found | {name: replace(found[name], pack_bits=width) for name in alike}
+
+    def config(
+        self,
+        groups: Mapping[str, dict[str, Any]],
+        targets: Mapping[str, Sequence[str]],
+        ignore: Sequence[str],
+        has_tables: bool,
+    ) -> dict[str, Any]:
+        """The `quantization_config` for `config.json`.
+
+        Args:
+            groups: The config groups of compressed-tensors by name, without targets.
+            targets: Patterns, or names, of the layers of each group.
+            ignore: Those of the modules that stay as they are.
+            has_tables: Whether tables have codes.
+        """
+        formats = {group["format"] for group in groups.values()}
+        return {
+            "config_groups": {
+                name: {"targets": targets[name], **group}
+                for name, group in groups.items()
+            },
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "ignore": ignore,
+        }
+
+
+def _shared_scheme(specs: Collection[WeightSpec]) -> SharedScheme:
+    linears = [
+        spec
+        for spec in specs
+        if not spec.is_table and (spec.kind == "linear" or is_experts(spec.kind))
+    ]
+    grids = [spec.grid for spec in linears or specs]
+    # Layers of other groups repeat their scales: `overrides` may say any.
+    row_size = math.gcd(*(grid.grouping.row_size or 0 for grid in grids)) or None
+    coded = [spec for spec in specs if spec.bits <= MAX_PACKED_BITS]
+    others = [spec for spec in coded if not spec.is_table]
+    widest = max((spec.bits for spec in coded), default=0)
+    width = max((spec.bits for spec in others), default=0)
+    # Tables stay floats where the files would grow by giving all other codes their bits.
+    others_size = sum(spec.numbers for spec in others)
+    table_size = sum(spec.numbers for spec in coded) - others_size
+    growth = (widest - width) * others_size
+    saved = (8 * torch.float32.itemsize - widest) * table_size
+    formats = {spec.format for spec in linears or specs}
+    format = formats.pop() if len(formats) == 1 else "int"
+    return SharedScheme(row_size, grids[0].symmetric, growth <= saved, format)

@@ -1,0 +1,178 @@
+"""What a run will deliver, and what the servers that the config names make of that, before the first step."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ..config import MoQConfig
+from ..errors import MoQError, shortened
+from ..formats.stored import by_matrix
+from ..formats.table import LAYOUTS
+from ..names import plain_name, pretrained, without_fsdp, without_peft
+from ..processes import shape_of
+from ..quant_experts import experts_parameters
+from ..seams.transformers import ADAPTED
+from ..servers import NAMED, VLLM, VLLM_CPU
+from ..serving import Description, verdict
+from ..weight_matrix import matrix_shape
+from ..weight_spec import WeightSpec
+from .inventory import Inventory, grid_of
+from .sizes import is_unpacked_while_loading
+
+_PACKED = LAYOUTS["packed"]
+
+
+def check_served(inventory: Inventory, config: MoQConfig) -> None:
+    """Check that the servers in `serve` will take what a run delivers at its target precision.
+
+    Args:
+        inventory: With the layers that the config quantizes.
+        config: What will be done to them.
+
+    Raises:
+        MoQError: One will not: each reason with its layers, and what would be served.
+    """
+    lines = []
+    for bits in config.targets:
+        model = describe(inventory, config, bits)
+        for name in config.serve:
+            server = NAMED[name]
+            for reason in verdict(model, server).reasons:
+                lines.append(f"  - {server.name}: {reason}")
+    if lines:
+        raise MoQError(
+            "\n".join(["serve: what these servers cannot take", *dict.fromkeys(lines)])
+        )
+
+
+def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
+    """What a user of these servers should know before the first step."""
+    model = describe(inventory, config, config.targets[0])
+    servers = [NAMED[name] for name in dict.fromkeys(config.serve)]
+    lines = []
+    for server in servers:
+        for note in verdict(model, server).notes:
+            lines.append(f"serve: {server.name}: {note}")
+    if VLLM in servers:
+        for reason in verdict(model, VLLM_CPU).reasons:
+            lines.append(
+                f"serve: {VLLM_CPU.name} does not take it, which leaves CUDA: {reason}"
+            )
+    return lines
+
+
+def inputs_in_words(inventory: Inventory, config: MoQConfig) -> str:
+    """What the delivered folder computes with where training rounds the inputs of layers."""
+    for bits in config.targets:
+        fault = _float_inputs(inventory, config, bits)
+        if fault is not None:
+            return (
+                f"float activations, because {fault}; rounded inputs go with symmetric weights of nn.Linear layers: of "
+                "8 bits per channel (static; 2 to 8 with moq-hf pack --layout gemma), or of 2 to 8 bits (per_token)"
+            )
+    kinds = " and ".join(f"W{bits}A8" for bits in config.targets)
+    return f"rounded inputs ({kinds}, {config.activations.scale})"
+
+
+def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | None:
+    """Why the folder of a run that rounds inputs cannot say how; None if it can."""
+    if not config.activations.enabled:
+        return None
+    model = without_peft(inventory.model)
+    path = inventory.name_of(model)
+    faults: dict[str, list[str]] = {}
+    packed = []
+    has_lora = False
+    for name, spec in _specs(inventory, config, bits).items():
+        saved = (plain_name(name, ()) or "").removeprefix(f"{path}.")
+        if spec.inputs is not None and spec.input_fault is not None:
+            faults.setdefault(spec.input_fault, []).append(saved)
+        if spec.stored == "packed":
+            packed.append(saved)
+            added = () if inventory.merged else inventory.adapters
+            has_lora |= f"{name.removesuffix(ADAPTED)}lora_A" in added
+    for why, names in faults.items():
+        return f"{why} ({shortened(names)})"
+    try:
+        is_unpacked = is_unpacked_while_loading(model, packed)
+    except MoQError as error:
+        return str(error)
+    if is_unpacked:
+        return "transformers unpacks a model of its kind while loading"
+    if has_lora:
+        return "PEFT's LoRA wants the weights of packed layers, which are unpacked while loading for it"
+    if packed and inventory.table_bits and inventory.table_bits < 8:
+        return "tables of fewer than 8 bits are unpacked while loading"
+    return None
+
+
+def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, WeightSpec]:
+    """How each quantized weight will be delivered, by name; scheduled ones with a choice of bits end at these."""
+    specs = {}
+    for name, module, parameter, kind in inventory.weights():
+        own = config.of(name)
+        weight: Any = module._parameters[parameter]
+        shape = shape_of(weight)
+        matrices = None
+        if kind == "experts":
+            experts = _saved(inventory, name).removesuffix(f".{parameter}")
+            numbers = range(shape[0])
+            matrices = tuple(f"{experts}.{number}.{parameter}" for number in numbers)
+        is_table = kind == "embedding"
+        width = own.bits if isinstance(own.bits, int) else bits
+        spec = WeightSpec(
+            kind,
+            matrix_shape(shape, kind),
+            inventory.table_bits or 0 if is_table else width,
+            grid_of(module, own, parameter, inventory.table_bits),
+            name=name,
+            # A weight that a head shares with a table is stored as a table.
+            is_table=is_table or name in inventory.tied.values(),
+            matrices=matrices,
+            inputs=config.activations.grid if kind in ("linear", "conv1d") else None,
+            pack_bits=config.pack_bits or 0,
+        )
+        specs[name] = replace(spec, stored=_PACKED.form_of(spec).name)
+    return specs
+
+
+def _saved(inventory: Inventory, name: str) -> str:
+    """The name of a module or parameter without PEFT."""
+    return plain_name(name, inventory.adapters) or ""
+
+
+def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
+    """Describe the model as it will be delivered if scheduled layers end at these bits, where there is a choice."""
+    model = pretrained(inventory.model)
+
+    floats = {
+        name for name, module in inventory.modules.items() if hasattr(module, "weight")
+    }
+    for name, module in inventory.modules.items():
+        floats |= {f"{name}.{parameter}" for parameter in experts_parameters(module)}
+    rounds_inputs = _float_inputs(inventory, config, bits) is None
+    weights: dict[str, WeightSpec] = {}
+    for name, spec in _specs(inventory, config, bits).items():
+        weights[_saved(inventory, name)] = replace(
+            spec,
+            inputs=spec.inputs if rounds_inputs else None,
+            # Experts without codes stay one tensor.
+            matrices=spec.matrices if spec.has_codes else None,
+        )
+    for name, owner in inventory.tied.items():
+        # A weight that a head shares with a table is stored as a table.
+        is_table = isinstance(inventory.modules[name], nn.Embedding)
+        table = weights.get(_saved(inventory, owner))
+        if is_table and table is not None:
+            del weights[_saved(inventory, owner)]
+            weights[_saved(inventory, name)] = replace(table, kind="embedding")
+    others = {_saved(inventory, name) for name in floats}
+    config_of_model = getattr(model, "config", None)
+    return Description(
+        architecture=without_fsdp(type(model)).__name__,
+        weights=by_matrix(weights),
+        floats=others - weights.keys(),
+        is_encoder_decoder=bool(getattr(config_of_model, "is_encoder_decoder", False)),
+        scales=config.grid.scale_dtype,
+    )

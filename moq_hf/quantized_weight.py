@@ -1,0 +1,221 @@
+"""`QuantizedWeight`: a handle on a weight that is quantized, made of its module, the attribute, and its `LayerState`.
+
+The weight of a layer and each parameter of a mixture of experts are alike here; see
+`quant_linear` for the modules.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import quantizer, triton_search
+from .errors import MoQError
+from .forward_pass import makes_state
+from .inputs import InputObserver, inputs_out_of_reach
+from .layer_state import LayerState
+from .processes import is_apart, shape_of, whole
+from .schedule import FLOAT_BITS
+from .weight_matrix import Kind, is_experts, matrix_shape, to_rows
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A quantized weight of a model; two of the same weight are equal.
+
+    Args:
+        module: The `QuantModule` that owns the float weight.
+        attribute: The parameter's name there.
+        moq: How it is quantized.
+    """
+
+    # Its class is defined with the help of this one.
+    module: Any
+    attribute: str
+    moq: LayerState = field(repr=False)
+
+    @property
+    def kind(self) -> Kind:
+        """How the weight is laid out as the matrix that is quantized; a tied layer has the kind of its own class."""
+        kind: Kind = self.module.moq_kind or self.moq.kind
+        return kind
+
+    def name_in(self, module: str) -> str:
+        """The weight's name in a model, by that of its module: a layer's own, or that of a parameter of experts."""
+        if is_experts(self.kind):
+            return f"{module}.{self.attribute}".lstrip(".")
+        return module
+
+    @property
+    def float_weight(self) -> Tensor:
+        """The parameter that is trained, or what replaces it; see `QuantModule.float_parameter`."""
+        weight: Tensor = self.module.float_parameter(self.attribute)
+        return weight
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of the whole weight as groups and grids count it; see `to_rows`."""
+        return matrix_shape(shape_of(self.float_weight), self.kind)
+
+    def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight that a forward pass multiplies with; see `LayerState.quantized_weight`."""
+        return self.moq.quantized_weight(self.float_weight, dtype)
+
+    def quantized_copy(self, dtype: torch.dtype) -> Tensor:
+        """The quantized weight, whole and without a graph; all processes that share a weight must ask for it.
+
+        Args:
+            dtype: Of the result.
+        """
+        weight = self.whole_weight()
+        return (
+            weight.to(dtype)
+            if self.moq.bits == FLOAT_BITS
+            else self.moq.fake_quantize(weight, dtype)
+        )
+
+    def whole_weight(self) -> Tensor:
+        """The float weight that is quantized, whole and without a graph, in the dtype in which an engine hands it over.
+
+        All processes that share it must ask for it.
+        """
+
+        def read(parameter: Tensor) -> Tensor:
+            values = whole(parameter)
+            return values.to(self.moq.handed_dtype or values.dtype)
+
+        return self.moq.merged(read(self.float_weight), read).detach()
+
+    def set_bits(self, bits: int) -> None:
+        """Change the precision, and search the clipping ratios that the grid wants there.
+
+        All processes that share a weight must do so: it is gathered.
+        """
+        self.moq.bits = bits
+        self.search_ratios()
+
+    @makes_state
+    def search_ratios(self) -> None:
+        """Search the clipping ratios for the weight as it is now, where the grid wants any."""
+        state = self.moq
+        state.ratio = None
+        if (
+            state.bits != FLOAT_BITS
+            and not self.float_weight.is_meta
+            and state.precision.searches
+        ):
+            matrix = to_rows(self.whole_weight(), self.kind)
+            search = quantizer if state.config.kernel is False else triton_search
+            state.ratio = search.least_squares_ratio(matrix, state.bits, state.grid)
+        state.passes.drop(state)
+
+    def invalidate(self) -> None:
+        """Forget the quantized weight that is held, and see whether an engine has taken the weight over."""
+        self.moq.passes.drop(self.moq)
+        self.moq.lent = None
+        # FSDP2 leaves some weights gathered after a pass without gradients.
+        self.moq.handed_over |= is_apart(self.float_weight)
+
+    @makes_state
+    def count_step(self, mode: bool) -> None:
+        """Count a call of `train()` as an optimizer step; one of `eval()` only brings the ranges of inputs up to date.
+
+        Raises:
+            MoQError: The inputs of the layer are to be rounded, and it is not called.
+        """
+        state = self.moq
+        if state.inputs is not None:
+            if state.used and not state.inputs.called:
+                raise MoQError(
+                    inputs_out_of_reach([state.name], state.config.spell("activations"))
+                )
+            state.inputs.step(state.inputs.observed)
+        if not mode:
+            return
+        state.seed = state.seed._replace(step=state.seed.step + 1)
+        if state.seed.step % state.config.scale_refresh == 0:
+            self.search_ratios()
+
+    def after_load(self) -> None:
+        """Search the clipping ratios anew, after other values were loaded into the weight."""
+        # `assign` may have put the weight on another device.
+        self.after_change()
+        if self.moq.ratio is not None:
+            self.search_ratios()
+
+    @makes_state
+    def after_change(self) -> None:
+        """Move what belongs to the weight to its device, after a change of it, and forget what was made of it."""
+        state, device = self.moq, self.float_weight.device
+        state.scale = None
+        self.invalidate()
+        if device.type == "meta":
+            return
+        if state.ratio is not None:
+            state.ratio = state.ratio.to(device)
+        if state.inputs is not None:
+            state.inputs.move_to(device)
+
+    def release(self) -> None:
+        """Leave the weight in float."""
+        self.moq.passes.changes += 1
+        self.module.release_weight(self.attribute)
+
+
+def inputs_of(layers: Mapping[str, QuantizedWeight]) -> dict[str, InputObserver]:
+    """The observers of the layers whose inputs are rounded, by the layers' names."""
+    return {
+        name: layer.moq.inputs
+        for name, layer in layers.items()
+        if layer.moq.inputs is not None
+    }
+
+
+@contextlib.contextmanager
+def recomputing_in_backward(weights: Sequence[QuantizedWeight]) -> Iterator[None]:
+    """Have autograd keep, for weights that engines hand over, only how to quantize them again.
+
+    Otherwise the quantized weights of a whole model would lie in memory from the forward to
+    the backward pass, while the engine frees the float ones, which it hands over once
+    more for the backward pass.
+
+    Args:
+        weights: The weights that the forward pass in the context multiplies with.
+    """
+    handed = [weight for weight in weights if weight.moq.handed_over]
+
+    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        address = tensor.untyped_storage().data_ptr()
+        for weight in handed:
+            for made in weight.moq.made or ():
+                if made.untyped_storage().data_ptr() == address:
+                    return functools.partial(
+                        _again,
+                        weight,
+                        made.dtype,
+                        tensor.size(),
+                        tensor.stride(),
+                        tensor.storage_offset(),
+                    )
+        return tensor
+
+    for weight in handed:
+        weight.moq.made = []
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(
+            pack, lambda kept: kept if isinstance(kept, Tensor) else kept()
+        ):
+            yield
+    finally:
+        for weight in handed:
+            weight.moq.made = None
+
+
+def _again(weight: QuantizedWeight, dtype: torch.dtype, *place: Any) -> Tensor:
+    """Quantize a weight again, and give the part at a place in its memory."""
+    merged = weight.moq.merged(weight.float_weight)
+    return weight.moq.fake_quantize(merged, dtype).as_strided(*place)
