@@ -1,5 +1,6 @@
 """A GGUF file holds the checkpoint's integers, takes the rest from its base, and refuses a base of another model."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file
 
 from moq_hf import MoQError, cli, quantize_model, quantizer, save_quantized
 from moq_hf.export import gguf as gguf_module
@@ -18,6 +20,7 @@ from moq_hf.export.gguf import GgufExport, export_gguf
 from moq_hf.formats.stored import StoredLayer
 from moq_hf.grid import Grid, PerGroup
 from moq_hf.model.convert import quant_layers
+from moq_hf.packed import reading
 from moq_hf.packed.reading import Part, stored_weights
 
 gguf = pytest.importorskip("gguf")
@@ -281,6 +284,24 @@ def test_what_was_written_is_read_back(
     with pytest.raises(MoQError, match="was not read back as it was written"):
         export_gguf(checkpoint, tmp_path / "out.gguf", base)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_is_read_once(
+    tmp_path: Path, checkpoint: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where llama.cpp's converter makes the base, transformers loads the checkpoint beside that."""
+    read_tensor, reads = reading.read_tensor, Counter[str]()
+
+    def counted(path: Path, name: str) -> torch.Tensor:
+        reads[name] += 1
+        return read_tensor(path, name)
+
+    monkeypatch.setattr(reading, "read_tensor", counted)
+    monkeypatch.setattr(gguf_module, "require", lambda *names: None)
+    script = tmp_path / "convert_hf_to_gguf.py"
+    script.write_text(f"import shutil, sys; shutil.copy({str(base)!r}, sys.argv[-1])")
+    export_gguf(checkpoint, tmp_path / "out.gguf", converter=script)
+    assert reads == Counter(load_file(checkpoint / "model.safetensors").keys())
 
 
 def test_nothing_is_replaced(tmp_path: Path, checkpoint: Path, base: Path) -> None:
