@@ -515,7 +515,8 @@ def used_tensors(model: nn.Module, added: Iterable[str] = ()) -> dict[str, Tenso
         plain = plain_name(name, added)
         if plain is None:
             continue
-        tensors[parameter_of(plain, layer.kind)] = layer.quantized_weight()
+        weight = parameter_of(plain, layer.kind)
+        tensors[weight] = layer.quantized_weight(tensors[weight].dtype)
         inputs = layer.moq.inputs
         if inputs is not None and inputs.scale is not None:
             tensors[f"{plain}.input_scale"] = inputs.scale.float()
