@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .errors import MoQError, check_choice
-from .processes import is_apart
+from .processes import is_gathered_per_pass
 
 # Computes the loss of one batch, a scalar with its graph.
 Loss = Callable[[], Tensor]
@@ -378,7 +378,7 @@ def _check_blocks(
             raise MoQError(
                 f"block {name!r} must have parameters that all require a gradient; see `measuring`"
             )
-        if any(map(is_apart, parameters)):
+        if any(map(is_gathered_per_pass, parameters)):
             raise MoQError(NOT_UNDER_ENGINES)
 
 

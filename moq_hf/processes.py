@@ -33,7 +33,7 @@ def is_partitioned(tensor: Tensor) -> bool:
     return hasattr(tensor, ZERO_3)
 
 
-def is_apart(tensor: Tensor) -> bool:
+def is_gathered_per_pass(tensor: Tensor) -> bool:
     """Whether an engine gathers the parameter for a forward pass: FSDP2 or ZeRO-3."""
     return is_sharded(tensor) or is_partitioned(tensor)
 
@@ -102,7 +102,7 @@ def gathered_state_dict(
     """
     # This also makes FSDP2 reshard what it left gathered after a pass without gradients.
     names = model.state_dict(keep_vars=True)
-    if not any(map(is_apart, names.values())):
+    if not any(map(is_gathered_per_pass, names.values())):
         yield None
         return
     keeps = everywhere or dist.get_rank() == 0

@@ -18,7 +18,7 @@ from .errors import MoQError
 from .forward_pass import makes_state
 from .inputs import InputObserver, inputs_out_of_reach
 from .layer_state import LayerState
-from .processes import is_apart, shape_of, whole
+from .processes import is_gathered_per_pass, shape_of, whole
 from .schedule import FLOAT_BITS
 from .weight_matrix import Kind, is_experts, matrix_shape, to_rows
 
@@ -118,7 +118,7 @@ class QuantizedWeight:
         self.moq.passes.drop(self.moq)
         self.moq.lent = None
         # FSDP2 leaves some weights gathered after a pass without gradients.
-        self.moq.handed_over |= is_apart(self.float_weight)
+        self.moq.handed_over |= is_gathered_per_pass(self.float_weight)
 
     @makes_state
     def count_step(self, mode: bool) -> None:

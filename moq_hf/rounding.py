@@ -17,7 +17,7 @@ from .inputs import InputObserver, update_ranges
 from .model.convert import check_finite, dequantize_model, prepare_model
 from .model.selection import take_inventory
 from .model.sizes import ModelSizes
-from .processes import is_apart
+from .processes import is_gathered_per_pass
 from .quantized_weight import QuantizedWeight, inputs_of
 from .schedule import FLOAT_BITS
 from .training.gptq import can_round, round_weights
@@ -178,7 +178,9 @@ def _learn_from(
     with evaluating(model), eager():
         if config.gptq:
             rounded = can_round(layers.values())
-            if not rounded or any(is_apart(layer.float_weight) for layer in rounded):
+            if not rounded or any(
+                is_gathered_per_pass(layer.float_weight) for layer in rounded
+            ):
                 raise MoQError(
                     f"{config.spell('gptq')}: it rounds linear layers whose weights are in this process, and there is "
                     "none; leave gptq out"

@@ -28,7 +28,7 @@ from .model.inventory import is_packed
 from .packed.card import write_run_card
 from .packed.files import save_beside
 from .packed.state import STATE_NAME, record_metrics
-from .processes import is_apart
+from .processes import is_gathered_per_pass
 from .seams.transformers import (
     KNOWS_SCALE,
     average_loss,
@@ -615,7 +615,9 @@ class MoQMixin(_Beside):
             MoQError: The files cannot be written, or a weight holds NaN or Inf.
         """
         model = cast(nn.Module, self.model)
-        if not self._delivers() or not any(map(is_apart, model.parameters())):
+        if not self._delivers() or not any(
+            map(is_gathered_per_pass, model.parameters())
+        ):
             super().save_model(output_dir, _internal_call)
             return
         # The stock method gathers the whole model first or, by its settings, saves

@@ -158,18 +158,6 @@ def test_replicas_functional_calls_and_autocast() -> None:
         assert torch.equal(logits(model), logits(by_hand(model, mixture())))
 
 
-def test_recomputed_layers_see_the_same_weights() -> None:
-    found = []
-    for recompute in (False, True):
-        model = quantized().train()
-        model.config.use_cache = False
-        if recompute:
-            model.activation_checkpointing_enable()
-        model(IDS, labels=IDS).loss.backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 def test_a_compiled_model_computes_the_same() -> None:
     model = quantized()
     model.config._experts_implementation = "batched_mm"

@@ -29,7 +29,7 @@ from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import moq_hf
 from moq_hf import MoQTrainer, QuantLinear
-from moq_hf.processes import is_apart, shape_of
+from moq_hf.processes import is_gathered_per_pass, shape_of
 from moq_hf.seams import engines
 from moq_hf.seams import transformers as seams
 
@@ -389,9 +389,9 @@ def partitioned(values: Tensor) -> Any:
 
 def test_zero_3() -> None:
     layer = nn.Linear(2, 2)
-    assert not is_apart(layer.weight)
+    assert not is_gathered_per_pass(layer.weight)
     setattr(layer.weight, engines.ZERO_3, 0)
-    assert is_apart(layer.weight)
+    assert is_gathered_per_pass(layer.weight)
 
 
 def test_zero_3_shape(alone: None) -> None:

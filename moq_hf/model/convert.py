@@ -27,7 +27,7 @@ from ..names import (
 )
 from ..processes import (
     device_of,
-    is_apart,
+    is_gathered_per_pass,
     largest_over_ranks,
     local_part,
     shape_of,
@@ -378,7 +378,7 @@ def check_finite(
         dtype = layer.moq.handed_dtype or layer.float_weight.dtype
         # No grid reaches as far as twice the largest weight.
         is_near = 2 * size > torch.finfo(dtype).max
-        if is_near and (gather or not is_apart(layer.float_weight)):
+        if is_near and (gather or not is_gathered_per_pass(layer.float_weight)):
             near.append((layer, dtype))
     _check_results(near)
 

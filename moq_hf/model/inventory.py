@@ -15,7 +15,7 @@ from ..grid import Grid, PerChannel, RowBlocks
 from ..names import adapters, is_below, named_modules, unwrapped, without_peft
 from ..processes import is_sharded, shape_of
 from ..quant_experts import matrix_of
-from ..quant_linear import QuantModule, kind_of
+from ..quant_linear import CLASSES, QuantModule, kind_of
 from ..seams.transformers import (
     CHECKPOINTED,
     is_scaled_table,
@@ -38,14 +38,8 @@ CONVOLUTIONS = (
     nn.ConvTranspose3d,
 )
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-_FORWARDS = (
-    nn.Linear.forward,
-    Conv1D.forward,
-    nn.Embedding.forward,
-    nn.Conv1d.forward,
-    nn.Conv2d.forward,
-)
-# How embedding tables are quantized; see `grid_of`.
+# How embedding tables are quantized, whatever the config says of linear layers; those
+# of few bits may have their groups and range.
 _ROWS = Grid(PerChannel(), search="absmax")
 
 
@@ -280,11 +274,11 @@ def why_not_quantizable(module: nn.Module) -> str | None:
             return "has a max_norm"
         if module.sparse:
             return "has sparse gradients"
-    if is_convolution(module) and not isinstance(module, nn.Conv1d | nn.Conv2d):
+    if not issubclass(kind, tuple(CLASSES)):
         return f"has the class {kind.__name__}"
     # Accelerate wraps the forward of the instance, not of the class.
-    is_known = kind.forward in _FORWARDS or issubclass(kind, QuantModule)
-    if not (is_known or is_scaled_table(kind)):
+    is_plain = kind.forward in [plain.forward for plain in CLASSES]
+    if not (is_plain or issubclass(kind, QuantModule) or is_scaled_table(kind)):
         return "has a forward of its own"
     # Parametrizations and the old weight_norm compute the weight at each access, so
     # there is no parameter to train or to save.

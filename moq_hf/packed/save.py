@@ -30,7 +30,7 @@ from ..model.convert import quant_layers, quantized_layers
 from ..model.inventory import Inventory
 from ..model.sizes import ModelSizes, is_unpacked_while_loading
 from ..names import pretrained, uncompiled, without_peft
-from ..processes import is_apart
+from ..processes import is_gathered_per_pass
 from ..quant_linear import QuantLayer
 from ..seams.sentence_transformers import body_of, save_around
 from ..seams.transformers import (
@@ -560,7 +560,8 @@ class _Saving:
         sharded = [
             n
             for n, layer in self.quantized.items()
-            if is_apart(layer.float_weight) or not layer.float_weight.numel()
+            if is_gathered_per_pass(layer.float_weight)
+            or not layer.float_weight.numel()
         ]
         if sharded:
             raise MoQError(

@@ -13,7 +13,7 @@ from transformers import Trainer
 from .. import quantizer
 from ..errors import MoQError
 from ..names import pretrained
-from ..processes import is_apart, is_distributed
+from ..processes import is_distributed, is_gathered_per_pass
 from ..quantized_weight import QuantizedWeight
 from ..seams.transformers import prepared_inputs
 from ..weight_matrix import from_rows, to_rows
@@ -33,7 +33,9 @@ def check_possible(trainer: Trainer, layers: Collection[QuantizedWeight]) -> Non
             rounded.
     """
     key = next(iter(layers)).moq.config.spell("gptq")
-    if trainer.is_deepspeed_enabled or any(is_apart(x.float_weight) for x in layers):
+    if trainer.is_deepspeed_enabled or any(
+        is_gathered_per_pass(x.float_weight) for x in layers
+    ):
         raise MoQError(
             f"{key}: FSDP2 and DeepSpeed keep the weights that they train elsewhere; set it to 0"
         )

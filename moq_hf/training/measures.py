@@ -23,7 +23,7 @@ from ..config import MoQConfig
 from ..eigen import NOT_UNDER_ENGINES, block_eigenvalues, check_second_derivative
 from ..errors import MoQError
 from ..model.convert import quant_layers
-from ..processes import device_of, is_apart, is_sharded, mean_over_ranks
+from ..processes import device_of, is_gathered_per_pass, is_sharded, mean_over_ranks
 from ..quantized_weight import QuantizedWeight
 from .distillation import labels_at_logits, logits_in, logits_loss, takes
 from .measuring import at_bits, is_fsdp2, measuring, repeatable
@@ -82,7 +82,7 @@ class _Measure:
         loss: Gives the scalar mean loss of the model over a batch; by default the loss
             in the model's output.
         device: Device of the model.
-        is_apart: Whether FSDP2 or ZeRO-3 takes the parameters apart.
+        is_gathered_per_pass: Whether FSDP2 or ZeRO-3 gathers the parameters for a pass.
         products: Products with the Hessian that a block took on average in the last
             measurement.
     """
@@ -106,7 +106,9 @@ class _Measure:
             min(self.config.max_iter, FIRST_PRODUCTS[self.config.method])
         )
         self.device = device_of(next(model.parameters()))
-        self.is_apart = any(is_apart(p) for part in blocks.values() for p in part)
+        self.is_gathered_per_pass = any(
+            is_gathered_per_pass(p) for part in blocks.values() for p in part
+        )
         self._warned: set[str] = set()
 
     def _quantized_layers(self) -> dict[str, list[QuantizedWeight]]:
@@ -230,7 +232,7 @@ class EigenvalueMeasure(_Measure):
         Raises:
             MoQError: FSDP2 or ZeRO-3 takes them apart.
         """
-        if self.is_apart:
+        if self.is_gathered_per_pass:
             raise MoQError(NOT_UNDER_ENGINES)
 
     def check(self, batch: Batch) -> None:

@@ -260,12 +260,14 @@ class Sensitivity:
         device = self.measure.device
 
         def moved(value: Tensor) -> Tensor:
-            in_float32 = value.is_floating_point() and not self.measure.is_apart
+            in_float32 = (
+                value.is_floating_point() and not self.measure.is_gathered_per_pass
+            )
             return value.to(device, torch.float32 if in_float32 else None)
 
         latest = self.samples.batches(rows)
         batches: list[Batch] = [recursively_apply(moved, batch) for batch in latest]
-        if self.measure.is_apart:
+        if self.measure.is_gathered_per_pass:
             least = -largest_over_ranks(torch.tensor([-len(batches)], device=device))
             batches = batches[: int(least)]
         if not batches:
