@@ -37,7 +37,6 @@ from .seams.transformers import (
     uses_deepspeed,
 )
 from .straight_through import straight_through_block
-from .weight_matrix import is_in_rows, to_rows
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -57,7 +56,7 @@ State = Any
 Layer = Any
 
 
-class Made(NamedTuple):
+class _Copy(NamedTuple):
     """A quantized weight, and what it was made of."""
 
     weight: Tensor
@@ -71,7 +70,7 @@ class Made(NamedTuple):
 
 
 # A model that reads a weight in two dtypes has both.
-_Weights = dict[tuple[State, torch.dtype], Made]
+_Weights = dict[tuple[State, torch.dtype], _Copy]
 
 
 class _Pass(NamedTuple):
@@ -88,28 +87,8 @@ class _Wanted(NamedTuple):
     state: State
     weight: Tensor
     dtype: torch.dtype
-    # What gives it a gradient: memory that has one, a block by its number, or nothing.
-    own: Tensor | None = None
-    block: int | None = None
-
-    @property
-    def memory(self) -> Tensor | None:
-        """Its own memory as the matrix that a kernel may write; None where there is none that lies so."""
-        kind = self.state.kind
-        if self.own is None or not is_in_rows(kind):
-            return None
-        return to_rows(self.own.detach(), kind)
-
-    def result(self, values: Tensor) -> Tensor:
-        """The quantized weight, from the matrix that a kernel made."""
-        if self.own is not None and values.data_ptr() == self.own.data_ptr():
-            return self.own
-        quantized: Tensor = self.state.shaped(values, self.weight)
-        if self.own is None:
-            return quantized
-        # Past autograd, as a kernel does.
-        self.own.data.copy_(quantized)
-        return self.own
+    # What it gets its gradient with: its block, or itself alone; None where it wants none.
+    block: Any = None
 
 
 class PassWeights:
@@ -128,8 +107,8 @@ class PassWeights:
         # How often layers have left the model.
         self.changes = 0
         self._held: _Weights = {}
-        self._launches: defaultdict[torch.device, triton_quant.Launches] = defaultdict(
-            triton_quant.Launches
+        self._launchers: defaultdict[torch.device, triton_quant.Launcher] = defaultdict(
+            triton_quant.Launcher
         )
         self._traced: list[State] = []
         self.traced_by: nn.Module | None = None
@@ -258,7 +237,7 @@ class PassWeights:
         if is_held or state.lora:
             sources, alive = state.sources(weight)
         version = version_of(weight)
-        weights[state, dtype] = Made(
+        weights[state, dtype] = _Copy(
             weight, version, state.bits, quantized, sources, alive
         )
 
@@ -311,34 +290,35 @@ class PassWeights:
     def _fill(self, current: _Pass, blocks: Sequence[Sequence[Layer]]) -> None:
         """Make the weights of a pass that a kernel can make, in as few launches as there are forms of them."""
         wanted = self._wanted(current, blocks)
-        by_block: dict[Any, list[tuple[_Wanted, Tensor]]] = {}
-        for each, quantized in zip(wanted, self._launched(wanted), strict=True):
-            if quantized is None:
+        made = self._launched(wanted)
+        by_block: defaultdict[Any, list[_Wanted]] = defaultdict(list)
+        for each in wanted:
+            if each.state not in made:
                 continue
             each.state.awaits_call = True
             each.state.was_taken = False
             current.filled.append(each.state)
             if each.block is None:
-                self.keep(each.state, each.weight, each.dtype, quantized)
+                self.keep(each.state, each.weight, each.dtype, made[each.state])
             else:
                 # A Function is computed on one device.
-                key = each.block, each.weight.device
-                by_block.setdefault(key, []).append((each, quantized))
-        for made in by_block.values():
-            weights = [each.weight for each, _ in made]
-            results = straight_through_block(weights, [result for _, result in made])
-            for (each, _), result in zip(made, results, strict=True):
+                by_block[each.block, each.weight.device].append(each)
+        for block in by_block.values():
+            results = straight_through_block(
+                [each.weight for each in block], [made[each.state] for each in block]
+            )
+            for each, result in zip(block, results, strict=True):
                 self.keep(each.state, each.weight, each.dtype, result)
 
     def _wanted(
         self, current: _Pass, blocks: Sequence[Sequence[Layer]]
     ) -> list[_Wanted]:
-        """Find what is to be made ahead, and how it comes to its gradient."""
+        """Find what is to be made ahead, and what its gradient comes with."""
         wanted: list[_Wanted] = []
         with_gradients = torch.is_grad_enabled()
         hooks_are_strict = uses_deepspeed()
-        for number, block in enumerate(blocks):
-            for layer in block:
+        for number, layers in enumerate(blocks):
+            for layer in layers:
                 state = layer.moq
                 weight = layer.parameter("weight")
                 # What the last pass made for nothing, this one does not make.
@@ -348,41 +328,36 @@ class PassWeights:
                 if current.weights and self.take(state, weight, dtype) is not None:
                     # Somebody holds it.
                     continue
-                own = shared = None
+                block = None
                 if with_gradients and weight.requires_grad:
                     is_strict = hooks_are_strict or has_hooks(weight)
-                    if is_strict or not state.is_always_called:
-                        own = copy_of(weight, dtype)
-                    else:
-                        shared = number
-                wanted.append(_Wanted(state, weight, dtype, own, shared))
+                    is_alone = is_strict or not state.is_always_called
+                    block = state if is_alone else number
+                wanted.append(_Wanted(state, weight, dtype, block))
         return wanted
 
     @makes_state
-    def _launched(self, wanted: Sequence[_Wanted]) -> list[Tensor | None]:
-        """Make weights, each in memory of its own and without a graph; None for those that are no kernel's."""
-        places: dict[torch.device, list[int]] = {}
-        for index, each in enumerate(wanted):
-            places.setdefault(each.weight.device, []).append(index)
-        found: list[Tensor | None] = [None] * len(wanted)
-        for device, indices in places.items():
+    def _launched(self, wanted: Sequence[_Wanted]) -> dict[State, Tensor]:
+        """Make those weights that a kernel can make, each in memory of its own and without a graph."""
+        by_device: defaultdict[torch.device, list[_Wanted]] = defaultdict(list)
+        for each in wanted:
+            by_device[each.weight.device].append(each)
+        made: dict[State, Tensor] = {}
+        for device, those in by_device.items():
             if not triton_launch.available(device):
                 continue
-            those = [wanted[index] for index in indices]
-            filled = self._launches[device](
-                [each.state.job(each.weight, each.dtype) for each in those],
-                [each.memory for each in those],
-            )
+            jobs = [each.state.job(each.weight, each.dtype) for each in those]
+            results = self._launchers[device](jobs)
             scales: dict[State, slice] = {}
-            for index, each, values, place in zip(
-                indices, those, filled.values, filled.places, strict=True
+            for each, values, place in zip(
+                those, results.values, results.places, strict=True
             ):
-                if values is not None and place is not None:
-                    found[index] = each.result(values)
+                if values is not None:
+                    made[each.state] = each.state.shaped(values, each.weight)
                     scales[each.state] = place
             if scales:
-                self._scales[next(iter(scales))] = filled.scales, scales
-        return found
+                self._scales[next(iter(scales))] = results.scales, scales
+        return made
 
     def made(
         self,
@@ -392,15 +367,16 @@ class PassWeights:
     ) -> list[Tensor]:
         """What a compiled graph multiplies with, each in memory of its own; see `quantized_in_graph`."""
         pairs = list(zip(states, weights, strict=True))
-        ahead = [index for index, (s, w) in enumerate(pairs) if s.may_be_made_ahead(w)]
-        wanted = [_Wanted(*pairs[index], dtype) for index in ahead]
-        made = dict(zip(ahead, self._launched(wanted), strict=True))
+        wanted = [_Wanted(s, w, dtype) for s, w in pairs if s.may_be_made_ahead(w)]
+        made = self._launched(wanted)
         results = []
-        for index, (state, weight) in enumerate(pairs):
+        for state, weight in pairs:
             state.used = True
-            quantized = made.get(index)
+            quantized = made.get(state)
             if quantized is None and state.bits == FLOAT_BITS:
-                quantized = copy_of(weight, dtype)
+                quantized = weight.to(
+                    dtype, copy=True, memory_format=torch.contiguous_format
+                )
             elif quantized is None:
                 quantized = state.fake_quantize(weight, dtype)
             results.append(quantized)
@@ -462,14 +438,6 @@ def called_module(frame: FrameType) -> Any:
 def version_of(tensor: Tensor) -> int:
     """Counts the changes in place that PyTorch sees; those made in inference mode are none."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def copy_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in memory of its own, with a gradient by a cast of PyTorch's own.
-
-    A kernel may write a quantized weight there before anybody has read it.
-    """
-    return weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 _numbers = itertools.count()

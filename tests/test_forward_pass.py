@@ -4,6 +4,7 @@ import contextlib
 import copy
 import inspect
 import io
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, quantizer, triton_launch, triton_quant
 from moq_hf.model.convert import check_scales, quant_layers
-from moq_hf.triton_quant import Filled, Job
+from moq_hf.triton_quant import Job, Results
 
 FIXED: dict[str, Any] = {"bits": 4, "group_size": 8}
 BERT: dict[str, Any] = {
@@ -38,24 +39,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     """The CPU has a kernel that makes many weights at once."""
     calls = Launched()
 
-    def launch(self: Any, jobs: list[Job], memory: list[Tensor | None]) -> Filled:
+    def launch(self: Any, jobs: list[Job]) -> Results:
         calls.append(len(jobs))
-        values: list[Tensor | None] = []
-        scales: list[Tensor] = []
-        places: list[slice | None] = []
-        for job, out in zip(jobs, memory, strict=True):
-            made, scale = quantizer.rounded(*job)
-            if out is not None:
-                # As a kernel does, past autograd.
-                out.data.copy_(made)
-                made = out
-            first = sum(map(len, scales))
-            scales.append(scale.flatten())
-            places.append(slice(first, first + len(scales[-1])))
-            values.append(made)
-        return Filled(values, torch.cat(scales), places)
+        values, scales = zip(*(quantizer.rounded(*job) for job in jobs), strict=True)
+        ends = [0, *itertools.accumulate(map(len, scales))]
+        return Results(
+            list(values), torch.cat(scales).flatten(), list(itertools.starmap(slice, itertools.pairwise(ends)))
+        )
 
-    monkeypatch.setattr(triton_quant.Launches, "__call__", launch)
+    monkeypatch.setattr(triton_quant.Launcher, "__call__", launch)
     monkeypatch.setattr(triton_launch, "_triton", lambda: ("cpu", ""))
     monkeypatch.setattr(triton_quant, "rounded", quantizer.rounded)
     return calls

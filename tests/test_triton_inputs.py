@@ -11,6 +11,7 @@ from on_triton import (
     DEVICE,
     FLOATS,
     INTERPRETED,
+    break_part,
     members_are_known,
     needs_triton,
     on_device,
@@ -176,9 +177,7 @@ def test_training_is_the_same_with_and_without_kernels(scale: InputScale) -> Non
 def test_a_wrong_part_of_a_kernel_is_found_at_first_use(
     scale: InputScale, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernels = triton_launch.kernels("inputs")
-    right = kernels._round
-    monkeypatch.setattr(kernels, "_round", lambda code: right(code + 1e-3))
+    break_part("inputs", "round_even", lambda right, code: right(code + 1e-3), monkeypatch)
     x = torch.randn(2, 3, 32)
     ours = observer(InputGrid(8, scale))
     for _ in range(2):

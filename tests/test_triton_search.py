@@ -9,6 +9,7 @@ from on_triton import (
     DEVICE,
     FLOATS,
     INTERPRETED,
+    break_part,
     members_are_known,
     needs_triton,
     on_device,
@@ -153,9 +154,7 @@ def test_a_layer_searches_with_it_unless_told_not_to() -> None:
 def test_a_wrong_part_of_the_kernel_is_found_at_first_use(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernels = triton_launch.kernels("search")
-    right = kernels._nearest
-    monkeypatch.setattr(kernels, "_nearest", lambda x, *scale: right(x * 1.1, *scale))
+    break_part("search", "_nearest", lambda right, x, *scale: right(x * 1.1, *scale), monkeypatch)
     weight = torch.randn(6, 96)
     for _ in range(2):
         assert torch.equal(triton_search.least_squares_ratio(weight, 4), quantizer.least_squares_ratio(weight, 4))

@@ -1,10 +1,11 @@
 """Where tests of kernels run: on a CUDA device, or in Triton's interpreter, which needs a process of its own."""
 
+import functools
 import importlib.util
 import inspect
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -59,6 +60,23 @@ def members_are_known() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(interpreter, "_patch_builtin", patch_builtin)
         yield
+
+
+def break_part(kernel: str, function: str, wrong: Callable[..., Any], patched: pytest.MonkeyPatch) -> None:
+    """Have a part of a kernel, or of the arithmetic that all share, give other numbers.
+
+    Args:
+        kernel: The kernel's module.
+        function: Name of the part.
+        wrong: Computes in its place, given the right function and its arguments.
+        patched: Undoes it.
+    """
+    modules = [triton_launch.kernels(name) for name in ("arithmetic", kernel)]
+    if not modules[0].INTERPRETED.value:
+        pytest.skip("a compiled kernel has its functions in it")
+    for module in modules:
+        if hasattr(module, function):
+            patched.setattr(module, function, functools.partial(wrong, getattr(module, function)))
 
 
 @pytest.fixture
