@@ -36,7 +36,7 @@ from .seams.transformers import (
     is_transformed,
     uses_deepspeed,
 )
-from .straight_through import straight_through_block
+from .straight_through import straight_through, straight_through_block
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -87,8 +87,8 @@ class _Wanted(NamedTuple):
     state: State
     weight: Tensor
     dtype: torch.dtype
-    # What it gets its gradient with: its block, or itself alone; None where it wants none.
-    block: Any = None
+    # The number of the block whose weights get their gradients together, or none.
+    block: int | None = None
 
 
 class PassWeights:
@@ -299,7 +299,8 @@ class PassWeights:
             each.state.was_taken = False
             current.filled.append(each.state)
             if each.block is None:
-                self.keep(each.state, each.weight, each.dtype, made[each.state])
+                result = straight_through(each.weight, made[each.state])
+                self.keep(each.state, each.weight, each.dtype, result)
             else:
                 # A Function is computed on one device.
                 by_block[each.block, each.weight.device].append(each)
@@ -313,7 +314,7 @@ class PassWeights:
     def _wanted(
         self, current: _Pass, blocks: Sequence[Sequence[Layer]]
     ) -> list[_Wanted]:
-        """Find what is to be made ahead, and what its gradient comes with."""
+        """Find what is to be made ahead."""
         wanted: list[_Wanted] = []
         with_gradients = torch.is_grad_enabled()
         hooks_are_strict = uses_deepspeed()
@@ -329,10 +330,9 @@ class PassWeights:
                     # Somebody holds it.
                     continue
                 block = None
-                if with_gradients and weight.requires_grad:
+                if with_gradients and weight.requires_grad and state.is_always_called:
                     is_strict = hooks_are_strict or has_hooks(weight)
-                    is_alone = is_strict or not state.is_always_called
-                    block = state if is_alone else number
+                    block = None if is_strict else number
                 wanted.append(_Wanted(state, weight, dtype, block))
         return wanted
 

@@ -38,7 +38,6 @@ from .seams.transformers import (
     is_transformed,
     only_scales,
     scaled_rows,
-    with_gradient_of,
 )
 from .straight_through import straight_through
 from .weight_matrix import Kind, matrix_shape, to_rows
@@ -185,10 +184,7 @@ class QuantLayer(QuantModule):
             rounded = inputs.quantize(input, self.training)
         else:
             rounded = triton_inputs.quantize(inputs, input, self.training)
-        if rounded is None:
-            return input
-        found = with_gradient_of(input, rounded)
-        return straight_through(input, rounded) if found is None else found
+        return input if rounded is None else straight_through(input, rounded)
 
     def forward(self, input: Tensor) -> Tensor:
         """What the layer computes of `input`, as its class without quantization does, with the quantized weight."""

@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .seams.transformers import is_exporting, is_transformed
+from .seams.transformers import is_exporting, is_transformed, with_gradient_of
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The quantized weight, with the float weight's gradient.
+    """The quantized tensor, with the gradient of the float one.
 
     Differentiable twice, and by torch.func's grad and vjp. A forward-mode rule would
     keep Dynamo from tracing it.
@@ -39,14 +39,22 @@ class _StraightThrough(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _StraightThrough).apply
 
 
-def straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
-    """The quantized weight, whose gradient is that of the float weight."""
+def straight_through(source: Tensor, quantized: Tensor) -> Tensor:
+    """What was quantized, with the gradient of the float weight or input that it was made of.
+
+    Args:
+        source: Float weight or input.
+        quantized: Of its shape, a tensor that nobody else holds, without a graph.
+    """
     if is_exporting() and torch.is_grad_enabled():
         # torch.export drops a Function's backward, so the estimator is arithmetic here.
-        return quantized + (weight - weight.detach()).to(quantized.dtype)
+        return quantized + (source - source.detach()).to(quantized.dtype)
+    found = with_gradient_of(source, quantized)
+    if found is not None:
+        return found
     plain = not torch.compiler.is_compiling() and not is_transformed()
     apply = _apply if plain else _StraightThrough.apply
-    return cast(Tensor, apply(weight, quantized))
+    return cast(Tensor, apply(source, quantized))
 
 
 class _ManyStraightThrough(torch.autograd.Function):

@@ -102,14 +102,13 @@ def _launch(observer: InputObserver, input: Tensor, observes: bool) -> Tensor:
         launch(kernel, programs, x.device, x, y, rows, columns, features, **how)
         return y
     observed = pending = last = None
+    first = observer.range
     if grid.scale != "static":
         first, last = torch.aminmax(x)
-    else:
-        first = observer.range
-        if observes:
-            if observer.pending is None or observer.pending.device != x.device:
-                observer.pending = torch.zeros(2, dtype=torch.int32, device=x.device)
-            observed, pending = observer.observed, observer.pending
+    elif observes:
+        if observer.pending is None or observer.pending.device != x.device:
+            observer.pending = torch.zeros(2, dtype=torch.int32, device=x.device)
+        observed, pending = observer.observed, observer.pending
     blocks = -(-x.numel() // _BLOCK)
     programs = min(_PROGRAMS, blocks)
     sizes = x.numel(), -(-blocks // programs)

@@ -87,9 +87,10 @@ def range_of(top, bottom, farthest, SYMMETRIC: constexpr):
     if SYMMETRIC:
         size = bottom & MAGNITUDE
         top = tl.where(top >= size, top, tl.where(farthest < 0, bottom, size))
-    else:
-        top = tl.maximum(top, 0)
-    return bits_as(bottom, float32), bits_as(top, float32)
+    top = bits_as(top, float32)
+    if not SYMMETRIC:
+        top = tl.where(top < 0, 0.0, top)
+    return bits_as(bottom, float32), top
 
 
 @triton.jit

@@ -99,8 +99,7 @@ def dequantize_model(
                 weight.copy_(sharded_as(weight, layer.quantized_copy(weight.dtype)))
         layer.release()
     merge_adapters(model, False, adopts=weights == "quantized")
-    _tell_of_saves(model, False)
-    _watch_passes(model, None)
+    _attach(model, None)
     return given
 
 
@@ -181,8 +180,7 @@ def prepare_model(
     quantized: Any = quantized_layers(inventory.model)
     for layer in quantized.values():
         layer.invalidate()
-    _tell_of_saves(inventory.model, bool(quantized))
-    _watch_passes(inventory.model, passes if quantized else None)
+    _attach(inventory.model, passes if quantized else None)
     layers = {name: quantized[name] for name in inventory.scheduled}
     return layers, {name: quantized[name] for name in inventory.embeddings}
 
@@ -208,7 +206,7 @@ class WatchedPasses:
         self.module = module
         self.passes = passes
         self._find_blocks()
-        # Where a pickle is loaded they keep their numbers from other hooks.
+        # When a pickle is loaded, these keep other hooks from getting the same numbers.
         self.handles = (
             module.register_forward_pre_hook(self.begin, prepend=True),
             module.register_forward_hook(self.end, always_call=True),
@@ -219,52 +217,41 @@ class WatchedPasses:
         # A part may have been quantized by itself.
         own = {name: x for name, x in layers if x.moq.passes is self.passes}
         names = Inventory.of(self.module).blocks(own).values()
-        self.blocks: list[list[QuantLayer]] | None
-        self.blocks = [[own[name] for name in block] for block in names]
+        self._blocks = [[own[name] for name in block] for block in names]
         self._changes = self.passes.changes
 
     def __getstate__(self) -> dict[str, Any]:
         # A part of a model is copied without the layers around it.
-        return {**vars(self), "blocks": None}
+        return {**vars(self), "_blocks": [], "_changes": -1}
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """As a forward pre-hook."""
         if module is not self.module:
             # A replica of DataParallel has weights of its own.
             return
-        is_stale = self.blocks is None or self._changes != self.passes.changes
+        is_stale = self._changes != self.passes.changes
         if is_stale and not torch.compiler.is_compiling():
             self._find_blocks()
-        self.passes.begin(module, self.blocks or [])
+        self.passes.begin(module, self._blocks)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """As a forward hook."""
         self.passes.end(module, has_failed=output is None)
 
 
-def _watch_passes(model: nn.Module, passes: PassWeights | None) -> None:
-    """Have a model tell when its passes begin and end, instead of what it told before; None: not any more."""
-    for module in model.modules():
-        remove_forward_hooks(module, WatchedPasses)
-        if isinstance(vars(module).get("generate"), HeldGenerate):
-            del vars(module)["generate"]
-        if passes is None:
-            continue
-        if module is model or isinstance(module, PreTrainedModel):
-            WatchedPasses(module, passes)
-        if isinstance(module, PreTrainedModel) and module.can_generate():
-            vars(module).setdefault("generate", HeldGenerate(module, passes))
+class OwnMethod:
+    """A method that a model with quantized layers has in place of its class's.
 
-
-class HeldGenerate:
-    """The `generate` of a model with quantized layers: quantizes each weight once for all tokens.
-
-    It lies on the instance, as `FloatSaves` does.
+    It lies on the instance, so that the model keeps its class, and is no function, so
+    that copies and pickles of the model have one of their own.
     """
 
-    def __init__(self, model: nn.Module, passes: PassWeights) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.passes = passes
+
+
+class HeldGenerate(OwnMethod):
+    """The `generate` of a model with quantized layers: quantizes each weight once for all tokens."""
 
     @property
     def __func__(self) -> Any:
@@ -277,8 +264,61 @@ class HeldGenerate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the `generate` of the model's class."""
-        with self.passes.hold():
+        with _holding(self.model):
             return self.__func__(self.model, *args, **kwargs)
+
+
+class FloatSaves(OwnMethod):
+    """The `save_pretrained` of a model with quantized layers: says that what it writes are float weights."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the `save_pretrained` of the model's class."""
+        model: Any = self.model
+        result = type(model).save_pretrained(model, *args, **kwargs)
+        is_main_process = kwargs.get("is_main_process", True)
+        if is_main_process and is_quantized(model) and not saves_checkpoint():
+            is_adapted = without_peft(model) is not model or has_adapter(model)
+            logger.warning(
+                "moq_hf: save_pretrained wrote %s answer otherwise than the quantized model in memory; "
+                "save_quantized(model, folder) writes that one, as a run with MoQ does at its end",
+                "the adapters alone, which on float weights"
+                if is_adapted
+                else "the float weights, which",
+            )
+        return result
+
+
+def tells_of_saves(model: nn.Module) -> bool:
+    """Whether a model itself says that it saves float weights; a Trainer saves one of another class by itself."""
+    return "save_pretrained" in vars(pretrained(model))
+
+
+def _attach(model: nn.Module, passes: PassWeights | None) -> None:
+    """Give a model, and each part that is a model itself, the hooks and methods of one with quantized layers.
+
+    Args:
+        model: Which was prepared, or made a float one again.
+        passes: Hears of its passes, in place of those of an earlier run; None only
+            removes what is there.
+    """
+    for module in model.modules():
+        remove_forward_hooks(module, WatchedPasses)
+        attributes = vars(module)
+        if isinstance(attributes.get("generate"), HeldGenerate):
+            del attributes["generate"]
+        saves = FloatSaves
+        if isinstance(attributes.get("save_pretrained"), FloatSaves):
+            # A model that was loaded with a config has another one, and keeps it.
+            saves = type(attributes.pop("save_pretrained"))
+        if passes is None:
+            continue
+        is_model = isinstance(module, PreTrainedModel)
+        if is_model or module is model:
+            WatchedPasses(module, passes)
+        if is_model and cast(Any, module).can_generate():
+            attributes.setdefault("generate", HeldGenerate(module))
+        if is_model or without_peft(module) is not module:
+            attributes.setdefault("save_pretrained", saves(module))
 
 
 @contextlib.contextmanager
@@ -300,59 +340,22 @@ def hold_quantized(model: nn.Module) -> Iterator[None]:
     >>> with torch.no_grad(), hold_quantized(model):
     ...     answers = [model(torch.ones(1, 8)) for _ in range(3)]
     """
-    layers = quantized_layers(unwrapped(model)).values()
-    if not layers:
+    model = unwrapped(model)
+    if not quantized_layers(model):
         raise MoQError(
             "hold_quantized: no layer of the model is quantized, so there is nothing to hold"
         )
+    with _holding(model):
+        yield
+
+
+@contextlib.contextmanager
+def _holding(model: nn.Module) -> Iterator[None]:
+    layers = quantized_layers(model).values()
     with contextlib.ExitStack() as stack:
         for passes in {layer.moq.passes for layer in layers}:
             stack.enter_context(passes.hold())
         yield
-
-
-class FloatSaves:
-    """The `save_pretrained` of a model with quantized layers: says that what it writes are float weights.
-
-    It lies on the instance, so that the model keeps its class, and is no function, so
-    that copies and pickles of the model have one of their own.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the `save_pretrained` of the model's class."""
-        model: Any = self.model
-        result = type(model).save_pretrained(model, *args, **kwargs)
-        is_main_process = kwargs.get("is_main_process", True)
-        if is_main_process and is_quantized(model) and not saves_checkpoint():
-            is_adapted = without_peft(model) is not model or has_adapter(model)
-            logger.warning(
-                "moq_hf: save_pretrained wrote %s answer otherwise than the quantized model in memory; "
-                "save_quantized(model, folder) writes that one, as a run with MoQ does at its end",
-                "the adapters alone, which on float weights"
-                if is_adapted
-                else "the float weights, which",
-            )
-        return result
-
-
-def _tell_of_saves(model: nn.Module, tells: bool) -> None:
-    """Have each part of a model that `from_pretrained` can load say what it saves, as it did or as floats, or not."""
-    for module in model.modules():
-        attributes = vars(module)
-        kind = FloatSaves
-        if isinstance(attributes.get("save_pretrained"), FloatSaves):
-            kind = type(attributes.pop("save_pretrained"))
-        is_adapted = without_peft(module) is not module
-        if tells and (isinstance(module, PreTrainedModel) or is_adapted):
-            attributes.setdefault("save_pretrained", kind(module))
-
-
-def tells_of_saves(model: nn.Module) -> bool:
-    """Whether a model itself says that it saves float weights; a Trainer saves one of another class by itself."""
-    return "save_pretrained" in vars(pretrained(model))
 
 
 def check_finite(layers: Mapping[str, QuantLayer], *, gather: bool = False) -> None:
@@ -403,32 +406,31 @@ def check_scales(layers: Mapping[str, QuantLayer]) -> None:
         MoQError: Names the parameters.
     """
     by_state = {layer.moq: layer for layer in layers.values()}
-    scales: list[tuple[LayerState, Tensor]] = []
+    noted: list[tuple[Tensor, dict[LayerState, slice]]] = []
     for passes in {state.passes for state in by_state}:
-        # Those of a launch are in one buffer.
-        for buffer, places in passes.scales_of_launches():
-            if not (buffer.abs() <= min(map(_limit, places))).all():
-                scales += [
-                    (state, buffer[place])
-                    for state, place in places.items()
-                    if not state.awaits_call
-                ]
+        noted += passes.scales_of_launches()
     for state in by_state:
         if state.scale is not None and not state.scale.is_meta:
-            scales.append((state, state.scale))
+            noted.append((state.scale.flatten(), {state: slice(None)}))
         # Each is checked once, and is not kept for the next step.
         state.scale = None
-    found: dict[tuple[torch.device, float], list[tuple[QuantLayer, Tensor]]] = {}
-    for state, scale in scales:
-        if state in by_state and state.bits != FLOAT_BITS:
-            key = scale.device, _limit(state)
-            found.setdefault(key, []).append((by_state[state], scale))
-    for (_, limit), own in found.items():
+    by_device: dict[torch.device, list[tuple[Tensor, dict[LayerState, slice]]]] = {}
+    for scales, places in noted:
+        by_device.setdefault(scales.device, []).append((scales, places))
+    for those in by_device.values():
         # A GPU launches a few kernels for all of them, and not some for each.
-        if (torch.cat([scale.flatten() for _, scale in own]).abs() <= limit).all():
+        together = torch.cat([scales for scales, _ in those])
+        limit = min(_limit(state) for _, places in those for state in places)
+        if (together.abs() <= limit).all():
             continue
-        _refuse([layer for layer, scale in own if not scale.isfinite().all()])
-        near = [layer for layer, scale in own if scale.abs().amax() > limit]
+        found = [
+            (by_state[state], scales[place])
+            for scales, places in those
+            for state, place in places.items()
+            if state in by_state and state.bits != FLOAT_BITS and not state.awaits_call
+        ]
+        _refuse([layer for layer, scale in found if not scale.isfinite().all()])
+        near = [x for x, scale in found if scale.abs().amax() > _limit(x.moq)]
         _check_results([(layer, layer.moq.dtype) for layer in near])
 
 
