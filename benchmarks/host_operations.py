@@ -103,8 +103,7 @@ def main() -> None:
     launch = mock.Mock()
     with (
         mock.patch.object(triton_launch, "_triton", lambda: ("cpu", "")),
-        mock.patch.object(triton_quant, "_is_right", lambda *job: True),
-        mock.patch.object(triton_quant, "_are_right", lambda *jobs: True),
+        mock.patch.object(triton_quant, "_is_right", lambda *variant: True),
         mock.patch.object(triton_quant, "_launch", lambda *arguments: launch()),
     ):
         results: dict[str, dict[str, float]] = {}

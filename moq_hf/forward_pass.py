@@ -175,16 +175,7 @@ class PassWeights:
             if has_failed:
                 state.awaits_call = False
             elif torch.is_grad_enabled():
-                self._judge(state)
-
-    @staticmethod
-    def _judge(state: State) -> None:
-        """Learn from a pass with gradients whether the next one may count on a call of the layer."""
-        if state.awaits_call:
-            # The gradient of a block would call hooks of the weight, with None.
-            state.is_always_called = False
-        elif state.is_always_called is not False:
-            state.is_always_called = state.was_taken or None
+                state.was_left_out |= state.awaits_call
 
     def take(self, state: State, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The quantized weight of a layer where the pass that is under way has it, or somebody holds it; else None.
@@ -330,7 +321,9 @@ class PassWeights:
                     # Somebody holds it.
                     continue
                 block = None
-                if with_gradients and weight.requires_grad and state.is_always_called:
+                # The gradient of a block that leaves a weight out calls hooks with None.
+                is_sure = state.was_taken and not state.was_left_out
+                if with_gradients and weight.requires_grad and is_sure:
                     is_strict = hooks_are_strict or has_hooks(weight)
                     block = None if is_strict else number
                 wanted.append(_Wanted(state, weight, dtype, block))

@@ -493,9 +493,8 @@ def exact_sum(terms: Tensor, largest: Tensor) -> Tensor:
     Returns:
         float64 `[groups, 1]`; not finite where `largest` is not.
     """
-    # The power of two at or below the largest number; of a subnormal one the least normal.
-    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
-    power.clamp_(min=_TINY)
+    # Of a subnormal number the least normal one.
+    power = _power_below(largest).clamp_(min=_TINY)
     shift = 2.0 ** (61 - terms.shape[1].bit_length())
     whole = (terms / power).mul_(shift).to(torch.int64)
     # It is positive but for NaN and Inf, whose power is infinite.
@@ -525,8 +524,7 @@ def _codes(
     if precision.is_fp4:
         # How far apart codes are, by the exponent: 1 below 4, 2 below 8, then 4.
         # Neither a product nor a quotient with it is rounded.
-        power = (out.view(torch.int32) & 0x7F800000).view(torch.float32)
-        steps = power.clamp_(2.0, 8.0).mul_(0.5)
+        steps = _power_below(out).clamp_(2.0, 8.0).mul_(0.5)
         out.div_(steps)
     if noise is None:
         out.round_()
@@ -586,10 +584,7 @@ def _uniform_scale(
     span = high if symmetric else high - low
     # Division by a number would be a multiplication by its reciprocal on CUDA.
     scale = span / torch.full_like(span, precision.top)
-    if precision.is_full:
-        scale.masked_fill_(scale.abs() < _TINY, 1.0)
-    else:
-        scale = torch.threshold(scale, _BELOW_TINY, 1.0)
+    scale.masked_fill_(scale.abs() < _TINY, 1.0)
     scale = _as_stored(scale, precision)
     if symmetric:
         return scale, None
@@ -602,8 +597,8 @@ def _as_stored(scale: Tensor, precision: Precision) -> Tensor:
     unit = 1.0
     if precision.format == "mxfp4":
         # From 1.75 of a power of two on, the sum has the next exponent.
-        raised = scale.view(torch.int32) + (1 << 21)
-        power = (raised & 0x7F800000).view(torch.float32).clamp_(max=2.0**124)
+        raised = (scale.view(torch.int32) + (1 << 21)).view(torch.float32)
+        power = _power_below(raised).clamp_(max=2.0**124)
         return torch.where(scale.isfinite(), power, scale)
     if precision.format == "nvfp4":
         dtype, unit = torch.float8_e4m3fn, FP4["nvfp4"].unit
@@ -618,6 +613,11 @@ def _as_stored(scale: Tensor, precision: Precision) -> Tensor:
     size = (scale.abs() * unit).clamp_(least, limits.max).to(dtype).to(torch.float32)
     stored = (size / unit).copysign_(scale)
     return torch.where((scale == 0) | scale.isinf(), scale, stored)
+
+
+def _power_below(x: Tensor) -> Tensor:
+    """The power of two at or below the magnitude of each float32 number; 0 for subnormal ones, Inf for Inf and NaN."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def ratios_of(format: Format) -> tuple[float, ...]:

@@ -1,7 +1,7 @@
 """`InputObserver.quantize` as one launch of a Triton kernel, with the same numbers, bit for bit.
 
 It can be imported without Triton and without a GPU: where the kernels do not run, the
-observer computes. A scale for a whole call takes a reduction by PyTorch before.
+observer computes. For a scale of a whole call PyTorch finds the range first.
 """
 
 from dataclasses import replace
@@ -121,7 +121,7 @@ def _launch(observer: InputObserver, input: Tensor, observes: bool) -> Tensor:
 def _constants(
     grid: InputGrid, dtype: torch.dtype, scale_dtype: torch.dtype, features: int
 ) -> dict[str, Any]:
-    """What a kernel is compiled for."""
+    """The constants that a kernel is compiled for."""
     codes = dtype
     if grid.scale == "static":
         codes = torch.promote_types(dtype, scale_dtype)

@@ -1,4 +1,4 @@
-"""How Triton kernels are used: tried out at first use, and given up for plain PyTorch where they do not work."""
+"""How Triton kernels are launched: tried out at first use, and replaced by plain PyTorch where they do not work."""
 
 import importlib
 import logging
@@ -49,12 +49,12 @@ def _triton() -> tuple[str, str]:
 
 
 def give_up(variant: tuple[Any, ...], reason: str | Exception) -> None:
-    """Have plain PyTorch compute in place of a variant from now on, and say so once."""
+    """Have plain PyTorch replace a variant from now on, and say so once."""
     if works.get(variant, True):
         works[variant] = False
         if isinstance(reason, Exception):
-            # Triton raises what its compiler, the C compiler that it calls, or the
-            # driver raise.
+            # It may be of Triton's compiler, of the C compiler that it calls, or of the
+            # driver.
             reason = f"{type(reason).__name__}: {reason}"
         logger.warning(
             "moq_hf: the Triton kernel is not used on %s %s, plain PyTorch computes in its place: %s",
@@ -98,10 +98,10 @@ def attempt(
     run: Callable[..., _Result],
     *arguments: Any,
 ) -> _Result | None:
-    """Run a variant of a kernel that works; see `works_at`. Both functions take the same arguments.
+    """Run a variant of a kernel where it works; see `works_at`. Both functions take the same arguments.
 
     Returns:
-        What it gives; None where it does not work, which one warning says.
+        The result; None where it does not work, which one warning says.
 
     Raises:
         torch.OutOfMemoryError: The device has no room.
@@ -126,17 +126,17 @@ def _call(
 def launch(
     kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any
 ) -> None:
-    """Launch so many programs of a kernel, which are not to fuse products with sums: PyTorch does not either."""
+    """Launch so many programs of a kernel, without fusing products and sums, which would change numbers."""
     # Triton launches on the current device.
     with torch.cuda.device(device if device.type == "cuda" else -1):
         kernel[(programs,)](*arguments, enable_fp_fusion=False, **constants)
 
 
 def hard_rows(quotients: Tensor, dtype: torch.dtype) -> Tensor:
-    """Four rows to try a kernel out on, of sizes that lie far apart.
+    """Four rows of very different sizes, to try a kernel on.
 
     Args:
-        quotients: `[length]` or `[4, length]`, what a row is up to its size.
+        quotients: `[length]` or `[4, length]`: the numbers of a row, up to its size.
         dtype: Of the result.
     """
     sizes = torch.tensor(

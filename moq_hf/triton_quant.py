@@ -30,13 +30,13 @@ from .triton_launch import (
     works_at,
 )
 
-# A thread holds 16 weights in registers, or 8 where it adds them up, chosen by counting
-# registers. A program of 256 threads holds whole groups of up to TILE weights, or a half of
-# it; one of up to 1,024 threads holds one group of up to WIDEST, or a half of it. Longer
+# A thread holds 16 weights in registers, or 8 where it adds them up: so many registers are
+# free. A program of 256 threads holds whole groups of TILE weights in all, one of up to
+# 1,024 threads a group of up to WIDEST; half of that where they are added up. Longer
 # groups are taken in parts.
 TILE = 4096
 WIDEST = 16_384
-# Random numbers of a launch, 256 MB, after which a launch of the same form begins.
+# Random numbers of a launch, 256 MB; for more there is another launch.
 NOISE = 2**26
 _DEFAULT = Grid()
 _FIRST = RoundingSeed()
@@ -64,13 +64,13 @@ class Job(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What became of jobs, in their order.
+    """Results of jobs, in their order.
 
     Attributes:
         values: Fake-quantized weights, contiguous, each in memory of its own, without a
             graph. None where the kernel does not take the job.
-        scales: float32, those of all jobs.
-        places: Where in `scales` those of a job are.
+        scales: float32, of all jobs together.
+        places: Where in `scales` those of each job are.
     """
 
     values: list[Tensor | None]
@@ -79,7 +79,7 @@ class Results(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What a compiled kernel is for; `align` divides the length of groups."""
+    """What a kernel is compiled for; `align` divides the length of groups."""
 
     device: torch.device
     source: torch.dtype
@@ -97,14 +97,14 @@ class _Form(NamedTuple):
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The launches that it takes."""
+        """The steps of the kernel, each a launch."""
         if not self.is_long:
             return ("all",)
         sums = {"ternary": ("sum", "above"), "binary": ("sum",)}
         return ("ends", *sums.get(self.codes, ()), "round")
 
     def tiles(self, groups: int, length: int) -> int:
-        """How many programs so many groups of a length take."""
+        """How many tiles so many groups of a length have."""
         if self.is_long:
             return groups * -(-length // self.columns)
         return -(-groups // self.rows)
@@ -120,7 +120,7 @@ class _Memory(NamedTuple):
 
 @dataclass(eq=False)
 class _Batch:
-    """Jobs of one form, by their numbers; the kernel's `items`; and how many random numbers they take."""
+    """Jobs of one form, by their numbers, with their tiles and how many random numbers they need."""
 
     form: _Form
     jobs: list[int] = field(default_factory=list)
@@ -147,15 +147,15 @@ class _Batch:
 
 
 class _Plan(NamedTuple):
-    """What jobs of the same shapes and precisions have in common.
+    """How jobs of certain shapes and precisions are launched.
 
     Attributes:
-        batches: What is launched together.
-        rows: Of each row of the table, the number of the job and its first scale.
+        batches: Jobs that are launched together.
+        rows: For each row of the table, the number of the job and its first scale.
         table: int64 `[rows, 12]`, without addresses and blends.
         places: Those of `Results`.
         scales: How many scales there are.
-        marked: How many of them, at the beginning, are of groups that are taken in
+        marked: How many of them, at the beginning, belong to groups that are taken in
             parts.
     """
 
@@ -174,7 +174,7 @@ class Launcher:
     """
 
     def __init__(self) -> None:
-        # For which jobs, and how they are launched: set at once, since threads may share it.
+        # What the plan is for, and the plan: set together, since threads may share them.
         self._planned: tuple[list[Any], _Plan] | None = None
         # What captured CUDA graphs read at each replay.
         self._captured: list[Tensor] = []
@@ -238,7 +238,7 @@ class Launcher:
                     _, length = _groups(jobs[number])
                     variant = _variant(jobs[number], batch.form, length, True)
                     give_up(variant, error)
-                    # Nobody is to take what is there for a scale that is not finite.
+                    # What lies there must not look like a scale that is not finite.
                     results.scales[results.places[number]] = 1.0
                     results.values[number] = None
         return results
@@ -262,7 +262,7 @@ class Launcher:
 
 
 def _row(memory: _Memory, first: int) -> tuple[int, int, int, int]:
-    """What is new in a row of the table at each call: addresses, and where the scales begin."""
+    """What a row of the table gets at each call: addresses, and where the scales begin."""
     weight, out, ratio = memory
     ratio_at = 0 if ratio is None else ratio.data_ptr()
     return weight.data_ptr(), out.data_ptr(), ratio_at, first
@@ -314,7 +314,7 @@ def rounded(
 
 
 def _form(job: Job, length: int) -> _Form | None:
-    """What compiled kernel a job with groups of a length takes; None if the kernel is not for it."""
+    """Which compiled kernel takes a job whose groups have a length; None if none does."""
     weight, precision, _, _, blend, dtype = job
     if weight.dtype not in DTYPES or dtype not in DTYPES:
         return None
@@ -359,46 +359,38 @@ def _sizes(job: Job) -> tuple[int, ...]:
 
 
 def _variant(job: Job, form: _Form, length: int, many: bool) -> tuple[Any, ...]:
-    """What is tried out: a form, how long groups are, and how it is launched."""
+    """What is tried out by itself: a form, a length of groups, and a way of launching."""
     return *form, _tried_length(length), job.precision.is_full, many
 
 
 def _tried_length(length: int) -> int:
-    """How long groups are that are tried out: of those that are taken in parts a few parts."""
+    """How long groups are when they are tried out; those that are taken in parts have a few parts."""
     return min(length, WIDEST + TILE + length % TILE)
 
 
-def _is_right(job: Job, form: _Form) -> bool:
-    """Whether a weight that is launched by itself gets the numbers of `quantizer`; see `_hard`."""
-    hard = _hard(job)
-    expected, _ = quantizer.rounded(*hard)
-    return torch.equal(_alone(hard, form)[0], expected)
+def _is_right(job: Job, form: _Form, many: bool = False) -> bool:
+    """Whether a variant gives the numbers of `quantizer`.
 
-
-def _are_right(job: Job, form: _Form) -> bool:
-    """As `_is_right`, of weights that are launched together."""
-    hard = _hard(job)
-    expected, _ = quantizer.rounded(*hard)
-    (found,) = Launcher().run([hard], _plan([hard], [form])).values
-    return found is not None and torch.equal(found, expected)
-
-
-def _hard(job: Job) -> Job:
-    """A job of the same form with weights that are hard to round, in as long rows, so that nothing is compiled for it.
-
-    Quotients are codes and the halves between them, which show an error of one bit.
+    It is tried on rows that are hard to round, as long as those at hand, so that nothing
+    is compiled for it alone. Quotients are codes and the halves between them, which show
+    an error of one bit.
     """
-    precision = job.precision
+    precision, source = job.precision, job.weight
     grid = replace(precision.grid, grouping=PerChannel())
-    low, high = min(precision.low, -1), max(precision.high, 1)
     _, length = _groups(job)
-    place = torch.arange(_tried_length(length), device=job.weight.device)
-    weight = hard_rows(low + place % (2 * (high - low) + 1) / 2, job.weight.dtype)
+    low, high = min(precision.low, -1), max(precision.high, 1)
+    place = torch.arange(_tried_length(length), device=source.device)
+    weight = hard_rows(low + place % (2 * (high - low) + 1) / 2, source.dtype)
     ratio = None
     if job.ratio is not None:
-        ratio = torch.full((4, 1), 0.3, dtype=torch.float32, device=weight.device)
+        ratio = torch.full((4, 1), 0.3, dtype=torch.float32, device=source.device)
         ratio[0] = 1.0
-    return job._replace(weight=weight, precision=grid.at(precision.bits), ratio=ratio)
+    hard = job._replace(weight=weight, precision=grid.at(precision.bits), ratio=ratio)
+    expected, _ = quantizer.rounded(*hard)
+    if not many:
+        return torch.equal(_alone(hard, form)[0], expected)
+    (found,) = Launcher().run([hard], _plan([hard], [form])).values
+    return found is not None and torch.equal(found, expected)
 
 
 def _form_that_works(job: Job) -> _Form | None:
@@ -407,7 +399,7 @@ def _form_that_works(job: Job) -> _Form | None:
     if form is None:
         return None
     variant = _variant(job, form, length, True)
-    return form if works_at(variant, _are_right, job, form) else None
+    return form if works_at(variant, _is_right, job, form, True) else None
 
 
 def _plan(jobs: Sequence[Job], forms: Sequence[_Form | None]) -> _Plan:

@@ -60,7 +60,7 @@ def _is_right(x: Tensor, precision: Precision) -> bool:
     """Whether the kernel chooses as `quantizer` does for groups as long as those at hand."""
     length = x.shape[1]
     if length > LONGEST:
-        # As many parts as make a difference, the last one as it is.
+        # Two whole parts, and the last one as it is.
         length = 2 * LONGEST + length % LONGEST
     # Most of the weights are small, so that it pays to clip the others.
     place = torch.arange(4 * length, dtype=torch.float32, device=x.device)

@@ -6,7 +6,7 @@ The interpreter needs a process of its own, which `test_in_triton_s_interpreter`
 import contextlib
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -20,12 +20,14 @@ from on_triton import (
     DEVICE,
     FLOATS,
     INTERPRETED,
+    TARGETS,
     break_part,
+    compiles,
     members_are_known,
     needs_triton,
     on_device,
-    quiet,
     run_interpreted,
+    silent_numpy,
     untried,
 )
 from repo import ROOT
@@ -38,7 +40,7 @@ from moq_hf.quantizer import RoundingSeed
 from moq_hf.training.controller import MoQController
 from moq_hf.triton_quant import Job, Launcher
 
-__all__ = ["members_are_known", "quiet", "untried"]
+__all__ = ["compiles", "members_are_known", "silent_numpy", "untried"]
 
 ALL_MODES = [*MODES, *HALF_MODES]
 SEED = RoundingSeed(2**35 + 7, 3, 9)
@@ -403,32 +405,22 @@ def test_a_device_without_room_is_no_reason_to_give_the_kernel_up(
     assert not triton_launch.works
 
 
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
-@pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 120, 32), ("hip", "gfx942", 64), ("hip", "gfx1100", 32)])
+@pytest.mark.parametrize("target", [*TARGETS, ("hip", "gfx1100", 32)])
 @pytest.mark.parametrize(("many", "codes", "step"), [(False, "int", "all"), (True, "ternary", "round")])
 def test_it_compiles_for_the_oldest_and_the_newest_gpus(
-    target: tuple[str, Any, int], many: bool, codes: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiles: Callable[..., bool], target: Any, many: bool, codes: str, step: str
 ) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from moq_hf.kernels.triton import fake_quantize_kernel as kernel
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton.language as tl
-
+    kernel, dtypes = (
+        triton_launch.kernels("triton").fake_quantize_kernel,
+        list(triton_launch.kernels("triton").DTYPES.values()),
+    )
     types = {"X_ptr": "*fp32", "Y_ptr": "*bf16", "scale_ptr": "*fp32"}
     types |= dict.fromkeys(("n_rows", "n_cols", "low", "high", "farthest", "length_bits", "blend"), "i32")
     if many:
         types = {"table": "*i64", "items": "*i32", "scale_ptr": "*fp32", "marks_ptr": "*i64"}
-    constants = {"X_DTYPE": tl.float32, "Y_DTYPE": tl.bfloat16, "CODES": codes, "SYMMETRIC": True, "BLENDS": False}
+    constants = {"X_DTYPE": dtypes[0], "Y_DTYPE": dtypes[1], "CODES": codes, "SYMMETRIC": True, "BLENDS": False}
     constants |= {"STORED": "float32", "BLOCK_ROWS": 1, "BLOCK_COLS": 4096, "ALIGN": 16, "STEP": step}
-    constants |= {name: None for name in kernel.arg_names if name not in {**types, **constants}}
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    source = triton.compiler.ASTSource(kernel, signature, constants)
-    options = {"num_warps": 8, "enable_fp_fusion": False}
-    assert triton.compile(source, target=GPUTarget(*target), options=options).kernel
+    assert compiles(kernel, target, types, constants)
 
 
 @needs_triton

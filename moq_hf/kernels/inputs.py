@@ -38,20 +38,20 @@ def round_all_kernel(
 
     Args:
         X_ptr: Inputs `[n_inputs]`.
-        Y_ptr: Where rounded inputs go, in their dtype.
+        Y_ptr: Where rounded inputs go, in the same dtype.
         first_ptr: The running range, or the least input.
         last_ptr: The greatest input; None for a static scale.
         observed_ptr: The largest magnitude since the last step, float32, which is
             brought up to date; None where nothing is observed.
-        pending_ptr: int32 `[2]` of the launch itself, zeros before and after it: the bits
-            of the largest magnitude so far, and how many programs are through.
+        pending_ptr: int32 `[2]` for use during the launch, zeros before and after it: the
+            bits of the largest magnitude so far, and how many programs are done.
         n_inputs: Number of inputs.
         turns: Blocks of a program.
         SCALE: "static", "per_tensor" or "per_token".
         BITS: Bit width.
-        LEAST: The scale per token where all inputs are zeros.
-        SCALE_DTYPE: What a static scale is rounded to, by its name.
-        DTYPE: In what codes and products are computed, by its name.
+        LEAST: The scale of a token whose inputs are all zeros.
+        SCALE_DTYPE: Name of the dtype that a static scale is rounded to.
+        DTYPE: Name of the dtype in which codes and products are computed.
         BLOCK: Inputs of a block, a power of two.
     """
     low, high = _limits(SCALE, BITS)
@@ -115,19 +115,19 @@ def round_rows_kernel(
 
     Args:
         X_ptr: Inputs `[tokens, features]`.
-        Y_ptr: Where rounded inputs go, in their dtype.
+        Y_ptr: Where rounded inputs go, in the same dtype.
         n_rows: Number of rows.
         n_cols: Inputs of a row; the last one of a token may have fewer.
         features: Inputs of a token.
         SCALE: "per_token" or "per_block".
         BITS: Bit width.
-        LEAST: The scale per token where all inputs are zeros.
-        DTYPE: In what codes and products are computed, by its name.
-        EVEN: Whether all rows are as long.
+        LEAST: The scale of a token whose inputs are all zeros.
+        DTYPE: Name of the dtype in which codes and products are computed.
+        EVEN: Whether all rows have the same length.
         BLOCK_ROWS: Rows of a program, a power of two.
         BLOCK_COLS: A power of two, at least `n_cols`.
     """
-    # Rows past the last are the last one again, and store what it stores.
+    # Rows past the end repeat the last row, and store the same.
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     row = tl.minimum(row, n_rows - 1)
     cols = tl.arange(0, BLOCK_COLS)[None, :]

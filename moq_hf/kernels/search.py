@@ -46,8 +46,8 @@ def least_squares_kernel(
 ):
     """`quantizer.least_squares_ratio`: a row is a group, and a program holds BLOCK_ROWS of them, or a part of one.
 
-    Weights stay in registers, in chunks that give a thread whole vectors of one row: so
-    few threads share a row, each computes few scales, and sums hardly leave it.
+    Weights stay in registers, in chunks that give each thread whole vectors of one row.
+    So few threads share a row, each computes few scales, and sums need little exchange.
 
     Args:
         X_ptr: Weights `[n_groups, n_cols]`.
@@ -63,17 +63,17 @@ def least_squares_kernel(
         h: `quantizer.error_exponent` of the group's length.
         low: The least code.
         high: The largest code.
-        farthest: The code of a group's largest weight; negative where that is the least
-            code, so that scales have a sign.
+        farthest: The code that a group's largest weight gets, see `Precision.top`;
+            negative for a full range, where scales have a sign.
         N_RATIOS: Number of ratios.
         SYMMETRIC: Whether codes lie around zero.
-        SCALE_DTYPE: What scales are rounded to, by its name.
-        FORMAT: What codes are.
+        SCALE_DTYPE: Name of the dtype that scales are rounded to.
+        FORMAT: Kind of codes: "int", "mxfp4" or "nvfp4".
         BLOCK_ROWS: Groups of a program, a power of two.
         BLOCK_COLS: Columns of a chunk, a power of two.
         CHUNKS: Chunks of a part, or of a row.
     """
-    # Rows past the last are the last one again, and store what it stores.
+    # Rows past the end repeat the last row, and store the same.
     program = tl.program_id(0)
     part = program % parts
     first_row = (program // parts).to(int64) * BLOCK_ROWS
@@ -147,7 +147,7 @@ def least_squares_kernel(
 
 @triton.jit
 def _nearest(x, scale, inverse, FORMAT: constexpr):
-    """The code of clipped weights: whatever sign a zero has, its error is the same."""
+    """The codes of clipped weights; zeros may have another sign, which changes no error."""
     code = divide(x, scale, 1.0, inverse)
     whole = WHOLE
     if FORMAT != "int":

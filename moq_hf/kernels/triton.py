@@ -26,8 +26,8 @@ from .arithmetic import (
     with_sign_of,
 )
 
-# Numbers of a weight in the table, and of a long group in `marks_ptr`: the bits of its
-# largest and of its least number, its sum, and the sum and count above its threshold.
+# How many numbers the table has for a weight, and `marks_ptr` for a long group: the bits
+# of its largest and of its least weight, its sum, and sum and count above its threshold.
 COLUMNS = constexpr(12)
 MARKS = constexpr(5)
 DTYPES = {
@@ -77,17 +77,17 @@ def fake_quantize_kernel(
 ):
     """`quantizer.rounded` of many weights, or of one: a row is a group, and a program takes a tile of one weight.
 
-    A tile is read once, and stays in registers. It holds whole rows; or it is a part of
-    one that is longer, and a launch for each STEP finds some more of what is to be known
-    of whole rows, in `marks_ptr`.
+    A tile is read once and stays in registers. It holds whole rows, or a part of a row
+    that is too long for that: then there is a launch for each STEP, and what has to be
+    known about the whole row is gathered in `marks_ptr`.
 
     Args:
         table: int64 `[weights, COLUMNS]`: the addresses of X, Y and clipping ratios (0:
             none), where in `scale_ptr` and `noise_ptr` those of the weight begin, and
-            the arguments from `n_rows` on, which are not given then. For one weight
-            None.
+            the arguments from `n_rows` on, which are not read then. None for a single
+            weight.
         items: int32 `[programs, 2]`: a weight's row in the table, and the number of the
-            tile in the weight. For one weight None: program i takes its tile i.
+            tile in the weight. None for a single weight: program i takes tile i.
         X_ptr: Weights `[n_rows, n_cols]`.
         Y_ptr: Where fake-quantized weights go, in any float dtype.
         ratio_ptr: float32 clipping ratios `[n_rows]`, or None.
@@ -99,19 +99,19 @@ def fake_quantize_kernel(
         n_cols: Weights of a group.
         low: The least code.
         high: The greatest code.
-        farthest: The code of a group's largest weight, negative where the least one is
-            that.
+        farthest: The code that a group's largest weight gets, see `Precision.top`;
+            negative for a full range.
         length_bits: The bit length of `n_cols`.
         blend: The bits of a float64, the share of the float weight in the result.
-        X_DTYPE: Of the weights.
-        Y_DTYPE: Of the results.
-        CODES: What codes are: "int", "mxfp4", "nvfp4", "ternary" or "binary".
-        SYMMETRIC: Whether they lie around zero.
+        X_DTYPE: Dtype of the weights.
+        Y_DTYPE: Dtype of the results.
+        CODES: Kind of codes: "int", "mxfp4", "nvfp4", "ternary" or "binary".
+        SYMMETRIC: Whether codes lie around zero.
         BLENDS: Whether the float weight has a share in the result.
-        STORED: What scales are rounded to, by its name.
-        BLOCK_ROWS: Rows of a tile, a power of two; 1 where it is a part of one.
+        STORED: How scales are stored, see `arithmetic.as_stored`.
+        BLOCK_ROWS: Rows of a tile, a power of two; 1 where it is a part of a row.
         BLOCK_COLS: Columns of a tile, a power of two.
-        ALIGN: What `n_cols` and the addresses in the table, in bytes, are multiples of.
+        ALIGN: Divides `n_cols`, and the addresses in the table, which count bytes.
         STEP: "all" where rows are whole; else "ends", "sum" (for ternary and binary
             codes), "above" (for ternary ones), and "round".
     """
@@ -143,7 +143,7 @@ def fake_quantize_kernel(
     length_bits = length_bits.to(int32)
 
     # The tile's first weight may lie beyond 2^31; within it 32 bits suffice. Rows past
-    # the last are the last one again, and store what it stores.
+    # the end repeat the last row, and store the same.
     tile = tile.to(int64)
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
@@ -197,7 +197,7 @@ def fake_quantize_kernel(
 
 @triton.jit
 def _find(x, mark, n_cols, length_bits, IS_FEW: constexpr, STEP: constexpr):
-    """Add to the marks of a row what a part of it shows."""
+    """Add what a part of a row contributes to the marks of the row."""
     if STEP == "ends":
         top, bottom = ends_of(tl.abs(x) if IS_FEW else x)
         tl.atomic_max(mark, top.to(int64), sem="relaxed")
@@ -218,13 +218,13 @@ def _find(x, mark, n_cols, length_bits, IS_FEW: constexpr, STEP: constexpr):
 
 @triton.jit
 def _address(place, DTYPE: constexpr):
-    """What is at an address, as an address of numbers."""
+    """Read the address of numbers from the table."""
     return tl.load(place).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
 def _few(x, mark, n_cols, length_bits, CODES: constexpr, STORED: constexpr):
-    """Ternary or binary rows, and their scales."""
+    """Quantize ternary or binary rows, and find their scales."""
     if mark is None:
         top, _ = ends_of(tl.abs(x))
         whole = _whole(x, top, length_bits)
@@ -252,10 +252,9 @@ def _few(x, mark, n_cols, length_bits, CODES: constexpr, STORED: constexpr):
 def _rounded(
     x, noise, scale, bottom, low, high, CODES: constexpr, SYMMETRIC: constexpr
 ):
-    """What a tile becomes on a grid of equal steps, or of floats of four bits."""
-    # What is divided by: a power of two brings the scale's magnitude to between 2 and
-    # 4, so that no step of a division leaves the normal numbers, but for quotients that
-    # round to zero.
+    """Round a tile to a grid of equal steps, or of floats of four bits."""
+    # A power of two brings the scale's magnitude to between 2 and 4, so that no step of
+    # a division leaves the normal numbers, except for quotients that round to zero.
     shift = bits_as((bits_as(scale, int32) & EXPONENT) ^ EXPONENT, float32)
     divisor = tl.abs(scale) * shift
     inverse = tl.div_rn(1.0, divisor)
@@ -319,7 +318,7 @@ def _threshold(mean):
 
 @triton.jit
 def _above(whole, is_above):
-    """The sum of what is above the threshold, and how many there are."""
+    """Add up and count what is above the threshold."""
     return sum_of(tl.where(is_above, whole, 0)), sum_of(is_above.to(int32))
 
 
