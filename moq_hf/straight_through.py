@@ -40,11 +40,14 @@ _apply: Any = super(torch.autograd.Function, _StraightThrough).apply
 
 
 def straight_through(source: Tensor, quantized: Tensor) -> Tensor:
-    """What was quantized, with the gradient of the float weight or input that it was made of.
+    """Pass the gradient of a quantized weight or input straight through to the float one.
 
     Args:
-        source: Float weight or input.
-        quantized: Of its shape, a tensor that nobody else holds, without a graph.
+        source: The float weight or input.
+        quantized: What was made of it: of its shape, without a graph, held by nobody else.
+
+    Returns:
+        The quantized values, with a gradient.
     """
     if is_exporting() and torch.is_grad_enabled():
         # torch.export drops a Function's backward, so the estimator is arithmetic here.
@@ -58,7 +61,7 @@ def straight_through(source: Tensor, quantized: Tensor) -> Tensor:
 
 
 class _ManyStraightThrough(torch.autograd.Function):
-    """As `_StraightThrough`, for the weights of a block: one call forward, one cast of all gradients backward."""
+    """As `_StraightThrough`, for all weights of a block: one call forward, and one cast of all gradients backward."""
 
     @staticmethod
     def forward(
@@ -72,7 +75,7 @@ class _ManyStraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # It is differentiated again.
+            # A second derivative needs a graph.
             cast_grads = [
                 None if grad is None else grad.to(dtype)
                 for grad, dtype in zip(grads, ctx.dtypes, strict=True)
@@ -98,12 +101,10 @@ _apply_many: Any = super(torch.autograd.Function, _ManyStraightThrough).apply
 def straight_through_block(
     weights: Sequence[Tensor], quantized: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """The quantized weights of a block, whose gradients are those of the float weights.
-
-    Gradients arrive together, when all of the block have been computed; see `straight_through`.
+    """As `straight_through`, for all weights of a block, whose gradients arrive together.
 
     Args:
-        weights: Float weights, each of which wants a gradient.
-        quantized: Tensors that nobody else holds, without a graph: they get theirs here.
+        weights: Float weights that require gradients.
+        quantized: What was made of them: without a graph, held by nobody else.
     """
     return cast(tuple[Tensor, ...], _apply_many(list(quantized), *weights))

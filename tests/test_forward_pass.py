@@ -177,6 +177,19 @@ def test_gradients_have_memory_of_their_own(launched: Launched) -> None:
     assert torch.equal(grads[1], before)
 
 
+def test_under_autocast_the_gradient_comes_without_python() -> None:
+    layer = net().blocks[0][0]
+    how = {"ratio": layer.moq.ratio}
+    for dtype, node in ((torch.bfloat16, "UnsafeViewBackward0"), (torch.float32, "_StraightThroughBackward")):
+        quantized = layer.quantized_weight(dtype)
+        assert quantized.dtype == dtype and type(quantized.grad_fn).__name__ == node
+        assert torch.equal(
+            quantized, quantizer.fake_quantize(layer.float_weight, 4, layer.moq.grid, dtype=dtype, **how)
+        )
+        (gradient,) = torch.autograd.grad(quantized.pow(2).sum(), layer.float_weight)
+        assert torch.equal(gradient, 2 * quantized.float())
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_computes_anew_and_trains_the_same(
     launched: Launched, without_kernel: Callable[[], None], reentrant: bool

@@ -327,15 +327,6 @@ def test_long_groups(length: int) -> None:
 
 
 @on_device
-def test_ternary_and_binary_scales_do_not_depend_on_the_order_of_weights() -> None:
-    weight = torch.randn(1, 1000, device=DEVICE) * torch.logspace(-30, 0, 1000, device=DEVICE)
-    rows = torch.stack([weight[0, torch.randperm(1000)] for _ in range(6)])
-    for bits in (1, 2):
-        assert agrees(rows, bits, Grid(PerChannel()))
-        assert len(triton_quant.rounded(rows, Grid(PerChannel()).at(bits))[1].unique()) == 1
-
-
-@on_device
 def test_a_launch_of_many_that_fails_leaves_its_jobs_and_no_others(
     untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -56,22 +56,22 @@ def dequantize_model(
 ) -> nn.Module:
     """Make every quantized layer of `model` a plain one again, in place.
 
-    Does it too for a model that `from_pretrained` loaded from a delivered folder, so
-    that it can be trained on, or PEFT can put adapters on it. One whose weights are floats, as those of the layouts
-    "unpacked" and "floats", stays as it is.
+    It does so too for a model that `from_pretrained` loaded from a delivered folder, so
+    that it can be trained further, or PEFT can put adapters on it. A model whose weights
+    are floats, as in the layouts "unpacked" and "floats", stays as it is.
 
     Args:
         model: Any module.
-        weights: "quantized" writes what the forward pass used into the weights, so that
-            the model computes the same but for inputs, which nothing rounds any more;
+        weights: "quantized" writes into the weights what the forward pass used, so that
+            the model computes the same, except that nothing rounds inputs any more;
             "float" leaves the float weights that were trained.
 
     Returns:
         The model.
 
     Raises:
-        MoQError: `weights` is neither, the model has the layout "gemma", or what would
-            be written holds NaN or Inf.
+        MoQError: `weights` is neither of these, the model has the layout "gemma", or
+            NaN or Inf would be written.
 
     >>> from moq_hf import quantize_model
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
@@ -92,7 +92,7 @@ def dequantize_model(
     written: set[int] = set()
     for layer in layers.values():
         weight = layer.float_weight
-        # Layers may share it, and what is quantized twice may be something else.
+        # Layers may share it, and quantizing it twice may give something else.
         if weights == "quantized" and not weight.is_meta and id(weight) not in written:
             written.add(id(weight))
             with torch.no_grad():
@@ -104,7 +104,7 @@ def dequantize_model(
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
-    """The quantized layers, tables, and experts by the names of their parameters, each once, in model order."""
+    """The quantized layers, tables and experts, by the names of their parameters, each once, in the model's order."""
     layers: dict[str, QuantLayer] = {}
     for name, module in named_modules(model):
         layers |= quantized_in(name, module)
@@ -129,7 +129,7 @@ def prepare_model(
 ) -> tuple[dict[str, QuantLayer], dict[str, QuantEmbedding]]:
     """Make the chosen layers quantized ones, at 32 bits for now, and all others plain ones.
 
-    Nothing that an earlier run set on a layer is left.
+    Nothing that an earlier run set on a layer remains.
 
     Returns:
         The layers of the schedule, experts among them, and the embedding tables, by
@@ -138,7 +138,7 @@ def prepare_model(
     weights = list(inventory.weights())
     kept = {*inventory.tied, *(name for name, *_ in weights)}
     for name, layer in quantized_layers(inventory.model).items():
-        # What watches a whole model, of which this one is a part, looks again.
+        # If this is part of a model that is quantized, too, that one looks for its layers again.
         layer.moq.passes.changes += 1
         if name not in kept:
             layer.release()
@@ -197,9 +197,9 @@ class WatchedPasses:
     """Tells `PassWeights` when a forward pass of a module begins and when it ends, by the module's hooks.
 
     Args:
-        module: The outermost one of a prepared model, or a model of transformers in it,
-            which may be called alone.
-        passes: Shared by the model's layers.
+        module: A prepared model, or a model of transformers inside it, which may be
+            called alone.
+        passes: Those that the model's layers share.
     """
 
     def __init__(self, module: nn.Module, passes: PassWeights) -> None:
@@ -359,38 +359,37 @@ def _holding(model: nn.Module) -> Iterator[None]:
 
 
 def check_finite(layers: Mapping[str, QuantLayer], *, gather: bool = False) -> None:
-    """Stop if a weight holds NaN, Inf or what its format cannot, or becomes Inf on its grid; one wait for the device.
+    """Stop if a weight holds NaN, Inf or more than its format can, or becomes Inf on its grid; one wait for the device.
 
     Args:
-        layers: By name.
+        layers: The layers, by name.
         gather: Check whole weights, so that all processes must call this; otherwise
             check the parts that this process holds.
 
     Raises:
         MoQError: Names the parameters.
     """
-    found: dict[str, Tensor] = {}
-    for name, layer in layers.items():
+    found: list[tuple[QuantLayer, Tensor]] = []
+    for layer in layers.values():
         seen = layer.whole_weight() if gather else local_part(layer.float_weight)
         if layer.moq.bits == FLOAT_BITS or seen.is_meta or not seen.numel():
             continue
-        found[name] = torch.stack(seen.aminmax()).abs().amax().float()
+        found.append((layer, torch.stack(seen.aminmax()).abs().amax().float()))
     if not found:
         return
-    device = next(iter(found.values())).device
-    sizes = torch.stack([size.to(device) for size in found.values()]).tolist()
-    largest = dict(zip(found, sizes, strict=True))
-    _refuse(
-        [layers[n] for n, size in largest.items() if not size <= _most(layers[n].moq)]
-    )
+    device = found[0][1].device
+    sizes = torch.stack([size.to(device) for _, size in found]).tolist()
+    wrong: list[QuantLayer] = []
     near: list[tuple[QuantLayer, torch.dtype]] = []
-    for name, size in largest.items():
-        layer = layers[name]
+    for (layer, _), size in zip(found, sizes, strict=True):
         dtype = layer.moq.handed_dtype or layer.float_weight.dtype
-        # No grid reaches as far as twice the largest weight.
+        # No grid has codes beyond twice the largest weight.
         is_near = 2 * size > torch.finfo(dtype).max
-        if is_near and (gather or not is_apart(layer.float_weight)):
+        if not size <= _most(layer.moq):
+            wrong.append(layer)
+        elif is_near and (gather or not is_apart(layer.float_weight)):
             near.append((layer, dtype))
+    _refuse(wrong)
     _check_results(near)
 
 
@@ -400,7 +399,7 @@ def _most(state: LayerState) -> float:
 
 
 def check_scales(layers: Mapping[str, QuantLayer]) -> None:
-    """Stop if the weights of the last forward pass were not finite: `check_finite` a step later, for almost nothing.
+    """Stop if the weights of the last forward pass were not finite: as `check_finite`, a step later, at almost no cost.
 
     Raises:
         MoQError: Names the parameters.
@@ -412,13 +411,13 @@ def check_scales(layers: Mapping[str, QuantLayer]) -> None:
     for state in by_state:
         if state.scale is not None and not state.scale.is_meta:
             noted.append((state.scale.flatten(), {state: slice(None)}))
-        # Each is checked once, and is not kept for the next step.
+        # It is checked once.
         state.scale = None
     by_device: dict[torch.device, list[tuple[Tensor, dict[LayerState, slice]]]] = {}
     for scales, places in noted:
         by_device.setdefault(scales.device, []).append((scales, places))
     for those in by_device.values():
-        # A GPU launches a few kernels for all of them, and not some for each.
+        # All at once, so that a GPU launches few kernels.
         together = torch.cat([scales for scales, _ in those])
         limit = min(_limit(state) for _, places in those for state in places)
         if (together.abs() <= limit).all():
@@ -452,7 +451,7 @@ def _refuse(wrong: list[QuantLayer]) -> None:
 
 
 def _check_results(layers: Iterable[tuple[QuantLayer, torch.dtype]]) -> None:
-    """Stop if quantized weights, each in its dtype, are not finite; all processes that share a weight must ask.
+    """Stop if quantized weights, each in its dtype, are not finite; all processes that share a weight must call this.
 
     Raises:
         MoQError: Names the parameter.
@@ -463,7 +462,7 @@ def _check_results(layers: Iterable[tuple[QuantLayer, torch.dtype]]) -> None:
 
 
 def beyond(parameter: str, dtype: torch.dtype) -> str:
-    """What is wrong with finite weights that are Inf once they are quantized to a dtype."""
+    """The error for finite weights that become Inf when they are quantized to a dtype."""
     instead = "use bfloat16 or float32, or " if dtype == torch.float16 else ""
     return (
         f"{parameter} has weights so large that their places on the grid are beyond {torch.finfo(dtype).max:g}, the "
