@@ -191,23 +191,23 @@ class PassWeights:
             weights = self._held
         else:
             return None
-        made = weights.get((state, dtype))
-        if made is None or made.weight is not weight or made.bits != state.bits:
+        kept = weights.get((state, dtype))
+        if kept is None or kept.weight is not weight or kept.bits != state.bits:
             return None
         if (
-            made.version != version_of(weight)
+            kept.version != version_of(weight)
             and current is not None
             and not is_running(current.module)
         ):
             # The pass was interrupted, and is over.
             del self._passes[get_ident()]
             return None
-        quantized = made.quantized
+        quantized = kept.quantized
         needs_gradient = weight.requires_grad and torch.is_grad_enabled()
         if (
             quantized.device != weight.device
             or (needs_gradient and not quantized.requires_grad)
-            or (made.sources is not None and made.sources != state.sources(weight)[0])
+            or (kept.sources is not None and kept.sources != state.sources(weight)[0])
         ):
             return None
         state.was_taken = True
@@ -280,7 +280,7 @@ class PassWeights:
     def _fill(self, current: _Pass, blocks: Sequence[Sequence[Layer]]) -> None:
         """Make those weights of a pass that a kernel can make, with one launch for each form of weight."""
         wanted = self._wanted(current, blocks)
-        made = self._launched(wanted)
+        made = self._make_together(wanted)
         by_block: defaultdict[Any, list[_Wanted]] = defaultdict(list)
         for each in wanted:
             if each.state not in made:
@@ -329,7 +329,7 @@ class PassWeights:
         return wanted
 
     @makes_state
-    def _launched(self, wanted: Sequence[_Wanted]) -> dict[State, Tensor]:
+    def _make_together(self, wanted: Sequence[_Wanted]) -> dict[State, Tensor]:
         """Make those weights that a kernel can make, each in memory of its own and without a graph."""
         by_device: defaultdict[torch.device, list[_Wanted]] = defaultdict(list)
         for each in wanted:
@@ -351,7 +351,7 @@ class PassWeights:
                 self._scales[next(iter(scales))] = results.scales, scales
         return made
 
-    def made(
+    def make_for_graph(
         self,
         states: Sequence[State],
         weights: Sequence[Tensor],
@@ -360,7 +360,7 @@ class PassWeights:
         """The weights that a compiled graph multiplies with, each in memory of its own; see `quantized_in_graph`."""
         pairs = list(zip(states, weights, strict=True))
         wanted = [_Wanted(s, w, dtype) for s, w in pairs if s.may_be_made_ahead(w)]
-        made = self._launched(wanted)
+        made = self._make_together(wanted)
         results = []
         for state, weight in pairs:
             state.used = True
@@ -467,7 +467,7 @@ def quantized_in_graph(
             state.read_dtype = dtype
         states.append(state)
     passes: PassWeights = states[0].passes
-    return passes.made(states, weights, dtype)
+    return passes.make_for_graph(states, weights, dtype)
 
 
 @quantized_in_graph.register_fake

@@ -489,16 +489,9 @@ def check_bypassed_weights(layers: Mapping[str, QuantLayer]) -> None:
     for layer in layers.values():
         is_used = id(layer.float_weight) in used
         grad = layer.float_weight.grad
+        has_grad = not is_used and grad is not None and (local_part(grad) != 0).any()
         inputs = layer.moq.inputs
-        flags.append(
-            [
-                is_used,
-                not is_used
-                and grad is not None
-                and bool((local_part(grad) != 0).any()),
-                inputs is None or inputs.called,
-            ]
-        )
+        flags.append([is_used, bool(has_grad), inputs is None or inputs.called])
     first = next(iter(layers.values()))
     # Another process, with another part of the batch, may have used the layer.
     flags_of_all_ranks = largest_over_ranks(
