@@ -327,6 +327,13 @@ def test_long_groups(length: int) -> None:
 
 
 @on_device
+def test_sums_of_weights_of_any_size_in_any_order() -> None:
+    weight = torch.randn(1, 1000, device=DEVICE) * torch.logspace(-30, 0, 1000, device=DEVICE)
+    rows = torch.stack([weight[0, torch.randperm(1000)] for _ in range(6)])
+    assert all(agrees(rows, bits, Grid(PerChannel())) for bits in (1, 2))
+
+
+@on_device
 def test_a_launch_of_many_that_fails_leaves_its_jobs_and_no_others(
     untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
