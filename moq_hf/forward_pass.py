@@ -9,9 +9,9 @@ A layer defines its quantized weight, see `LayerState`. This module decides who 
   pass on.
 - When the pass ends, normally or by an exception, all are gone. Recomputation by checkpointing, modules that are
   called alone, and other threads find none and compute their own. After an interrupt from the keyboard they stay until
-  the thread's next pass, or until a weight's version has moved.
+  the thread's next pass, or until a weight's version changes.
 - Between passes weights stay only while somebody who knows that nothing changes holds them: a Trainer's evaluation,
-  `generate`, or a `with hold_quantized(model)`. Even then a weight whose version or address moved is made anew.
+  `generate`, or `with hold_quantized(model)`. Even then a weight whose version or address has changed is made anew.
 """
 
 import contextlib
@@ -36,8 +36,7 @@ from .seams.transformers import (
     is_transformed,
     uses_deepspeed,
 )
-from .straight_through import straight_through_block
-from .weight_matrix import is_in_rows, to_rows
+from .straight_through import straight_through, straight_through_block
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -46,38 +45,37 @@ MODULE_CALL = nn.Module._call_impl.__code__
 
 
 def makes_state(function: _Function) -> _Function:
-    """Decorate what makes tensors that outlive a pass, so that they can be trained with after one in inference mode."""
+    """Decorate what makes tensors that outlive a pass: ones made in inference mode could not be trained with later."""
     without_graph = torch.no_grad()(function)
     return torch.inference_mode(False)(without_graph)
 
 
-# A `LayerState`, and a `QuantizedWeight` with one: both are defined with the help of this
-# module.
+# A `LayerState`, and a `QuantizedWeight` with one: their modules import this one.
 State = Any
 Layer = Any
 
 
-class Made(NamedTuple):
+class _Copy(NamedTuple):
     """A quantized weight, and what it was made of."""
 
     weight: Tensor
     version: int
     bits: int
     quantized: Tensor
-    # What else it was made of, as `LayerState.sources` has it, and the values that keep
-    # addresses from others; None where only the pass counts.
+    # What else it was made of, see `LayerState.sources`, and the values whose addresses
+    # nobody else may get meanwhile; None where it only has to last for the pass.
     sources: tuple[Any, ...] | None
     keeps_alive: tuple[Any, ...] | None
 
 
-# A model that reads a weight in two dtypes has both.
-_Weights = dict[tuple[State, torch.dtype], Made]
+# A model that reads a weight in two dtypes has two copies.
+_Weights = dict[tuple[State, torch.dtype], _Copy]
 
 
 class _Pass(NamedTuple):
     module: nn.Module
     weights: _Weights
-    # Those whose weights were made when the pass began, and those that hooks have read.
+    # States whose weights were made when the pass began, and whose weights hooks have read.
     filled: list[State]
     lent: list[State]
 
@@ -88,34 +86,14 @@ class _Wanted(NamedTuple):
     state: State
     weight: Tensor
     dtype: torch.dtype
-    # What gives it a gradient: memory that has one, a block by its number, or nothing.
-    own: Tensor | None = None
+    # The number of the block with which it gets its gradient; None where it gets it alone.
     block: int | None = None
-
-    @property
-    def memory(self) -> Tensor | None:
-        """Its own memory as the matrix that a kernel may write; None where there is none that lies so."""
-        kind = self.state.kind
-        if self.own is None or not is_in_rows(kind):
-            return None
-        return to_rows(self.own.detach(), kind)
-
-    def result(self, values: Tensor) -> Tensor:
-        """The quantized weight, from the matrix that a kernel made."""
-        if self.own is not None and values.data_ptr() == self.own.data_ptr():
-            return self.own
-        quantized: Tensor = self.state.shaped(values, self.weight)
-        if self.own is None:
-            return quantized
-        # Past autograd, as a kernel does.
-        self.own.data.copy_(quantized)
-        return self.own
 
 
 class PassWeights:
-    """The quantized weights of a prepared model in the passes that are under way, each in a thread.
+    """The quantized weights of a prepared model in the passes that are under way, at most one in each thread.
 
-    The states of all its layers share one. Copies and pickles of it are empty.
+    The states of all its layers share it. Copies and pickles of it are empty.
 
     Attributes:
         traced_by: The module whose pass torch.compile traces.
@@ -128,12 +106,12 @@ class PassWeights:
         # How often layers have left the model.
         self.changes = 0
         self._held: _Weights = {}
-        self._launches: defaultdict[torch.device, triton_quant.Launches] = defaultdict(
-            triton_quant.Launches
+        self._launchers: defaultdict[torch.device, triton_quant.Launcher] = defaultdict(
+            triton_quant.Launcher
         )
         self._traced: list[State] = []
         self.traced_by: nn.Module | None = None
-        # By the first layer of each launch.
+        # Scales of launches, and where in them each layer's are, by the first layer.
         self._scales: dict[State, tuple[Tensor, dict[State, slice]]] = {}
 
     def __reduce__(self) -> tuple[type["PassWeights"], tuple[()]]:
@@ -143,7 +121,7 @@ class PassWeights:
         """Begin the pass of a module, unless it is part of one that is under way; make its weights where a kernel can.
 
         Args:
-            module: Which is called.
+            module: The module that is called.
             blocks: Its quantized layers; those of a block get their gradients together.
         """
         if is_exporting() or is_transformed():
@@ -161,13 +139,13 @@ class PassWeights:
         ):
             return
         if self._is_evaluating and not in_evaluation_loop():
-            # It ended with an exception.
+            # The loop ended with an exception.
             self.set_evaluating(False)
         if self.traced_by is not None and not is_running(self.traced_by):
-            # So did a pass that torch.compile traced.
+            # So did the pass that torch.compile traced.
             self._end_trace()
         if torch.is_grad_enabled() and self._held:
-            # An optimizer's step may follow, of which nothing tells.
+            # An optimizer's step may follow, which nothing reports.
             self._held = {}
         current = _Pass(module, self._held if self._is_held() else {}, [], [])
         self._passes[thread] = current
@@ -175,10 +153,10 @@ class PassWeights:
             self._fill(current, blocks)
 
     def end(self, module: nn.Module, has_failed: bool) -> None:
-        """End the pass of a module, if it began with it: its weights are gone.
+        """End the pass of a module, unless it was part of another one: its quantized weights go.
 
         Args:
-            module: Which was called.
+            module: The module that was called.
             has_failed: Whether it raised an exception.
         """
         if self.traced_by is module:
@@ -196,24 +174,15 @@ class PassWeights:
             if has_failed:
                 state.awaits_call = False
             elif torch.is_grad_enabled():
-                self._judge(state)
-
-    @staticmethod
-    def _judge(state: State) -> None:
-        """Learn from a pass with gradients whether the next one may count on a call of the layer."""
-        if state.awaits_call:
-            # The gradient of a block would call hooks of the weight, with None.
-            state.is_always_called = False
-        elif state.is_always_called is not False:
-            state.is_always_called = state.was_taken or None
+                state.was_left_out |= state.awaits_call
 
     def take(self, state: State, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The quantized weight of a layer where the pass that is under way has it, or somebody holds it; else None.
+        """The quantized weight of a layer if the pass under way has it, or somebody holds it; else None.
 
         Args:
             state: The layer's.
             weight: Its float weight as the pass has it.
-            dtype: In which it is wanted.
+            dtype: The dtype that is wanted.
         """
         current = self._passes.get(get_ident())
         if current is not None:
@@ -222,23 +191,23 @@ class PassWeights:
             weights = self._held
         else:
             return None
-        made = weights.get((state, dtype))
-        if made is None or made.weight is not weight or made.bits != state.bits:
+        kept = weights.get((state, dtype))
+        if kept is None or kept.weight is not weight or kept.bits != state.bits:
             return None
         if (
-            made.version != version_of(weight)
+            kept.version != version_of(weight)
             and current is not None
             and not is_running(current.module)
         ):
-            # It was interrupted, and is over.
+            # The pass was interrupted, and is over.
             del self._passes[get_ident()]
             return None
-        quantized = made.quantized
+        quantized = kept.quantized
         needs_gradient = weight.requires_grad and torch.is_grad_enabled()
         if (
             quantized.device != weight.device
             or (needs_gradient and not quantized.requires_grad)
-            or (made.sources is not None and made.sources != state.sources(weight)[0])
+            or (kept.sources is not None and kept.sources != state.sources(weight)[0])
         ):
             return None
         state.was_taken = True
@@ -247,7 +216,7 @@ class PassWeights:
     def keep(
         self, state: State, weight: Tensor, dtype: torch.dtype, quantized: Tensor
     ) -> None:
-        """Keep the quantized weight that a layer computed by itself, until the pass ends that is under way."""
+        """Keep a quantized weight until the pass under way ends."""
         current = self._passes.get(get_ident())
         weights = self._held if current is None else current.weights
         is_held = weights is self._held
@@ -258,12 +227,12 @@ class PassWeights:
         if is_held or state.lora:
             sources, alive = state.sources(weight)
         version = version_of(weight)
-        weights[state, dtype] = Made(
+        weights[state, dtype] = _Copy(
             weight, version, state.bits, quantized, sources, alive
         )
 
     def drop(self, state: State) -> None:
-        """Forget the quantized weight of a layer: what it was made of has changed."""
+        """Forget the quantized weight of a layer, because what it was made of has changed."""
         passes = [current.weights for current in tuple(self._passes.values())]
         for weights in (self._held, *passes):
             for key in [key for key in tuple(weights) if key[0] is state]:
@@ -271,13 +240,13 @@ class PassWeights:
         self._end_trace()
 
     def lend(self, state: State) -> None:
-        """Note that a hook has read the quantized weight of a layer, which the pass that is under way may call."""
+        """Note that a hook has read the quantized weight of a layer, to forget that when the pass ends."""
         current = self._passes.get(get_ident())
         if current is not None:
             current.lent.append(state)
 
     def scales_of_launches(self) -> list[tuple[Tensor, dict[State, slice]]]:
-        """The scales of the weights that were last made together, float32, and where each layer's are; once.
+        """Hand over the float32 scales of the weights that were last made together, and where each layer's are.
 
         They are not finite where a weight held NaN or Inf.
         """
@@ -286,7 +255,7 @@ class PassWeights:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Let the weights of passes without gradients outlive them."""
+        """Let quantized weights outlive passes without gradients."""
         self._holders += 1
         try:
             yield
@@ -295,7 +264,7 @@ class PassWeights:
             self._forget()
 
     def set_evaluating(self, is_evaluating: bool) -> None:
-        """As `hold`, while the evaluation loop of a Trainer runs, until it is said to have ended."""
+        """Begin or end what `hold` does, around the evaluation loop of a Trainer."""
         self._is_evaluating = is_evaluating
         self._forget()
 
@@ -305,109 +274,108 @@ class PassWeights:
 
     def _forget(self) -> None:
         if not (self._holders or self._is_evaluating):
-            # Not cleared: a pass that is under way may have it.
+            # Not cleared, because a pass under way may use it.
             self._held = {}
 
     def _fill(self, current: _Pass, blocks: Sequence[Sequence[Layer]]) -> None:
-        """Make the weights of a pass that a kernel can make, in as few launches as there are forms of them."""
+        """Make those weights of a pass that a kernel can make, with one launch for each form of weight."""
         wanted = self._wanted(current, blocks)
-        by_block: dict[Any, list[tuple[_Wanted, Tensor]]] = {}
-        for each, quantized in zip(wanted, self._launched(wanted), strict=True):
-            if quantized is None:
+        made = self._make_together(wanted)
+        by_block: defaultdict[Any, list[_Wanted]] = defaultdict(list)
+        for each in wanted:
+            if each.state not in made:
                 continue
             each.state.awaits_call = True
             each.state.was_taken = False
             current.filled.append(each.state)
             if each.block is None:
-                self.keep(each.state, each.weight, each.dtype, quantized)
+                result = straight_through(each.weight, made[each.state])
+                self.keep(each.state, each.weight, each.dtype, result)
             else:
-                # A Function is computed on one device.
-                key = each.block, each.weight.device
-                by_block.setdefault(key, []).append((each, quantized))
-        for made in by_block.values():
-            weights = [each.weight for each, _ in made]
-            results = straight_through_block(weights, [result for _, result in made])
-            for (each, _), result in zip(made, results, strict=True):
+                # A Function computes on one device.
+                by_block[each.block, each.weight.device].append(each)
+        for block in by_block.values():
+            results = straight_through_block(
+                [each.weight for each in block], [made[each.state] for each in block]
+            )
+            for each, result in zip(block, results, strict=True):
                 self.keep(each.state, each.weight, each.dtype, result)
 
     def _wanted(
         self, current: _Pass, blocks: Sequence[Sequence[Layer]]
     ) -> list[_Wanted]:
-        """Find what is to be made ahead, and how it comes to its gradient."""
+        """Find what is to be made ahead."""
         wanted: list[_Wanted] = []
         with_gradients = torch.is_grad_enabled()
         hooks_are_strict = uses_deepspeed()
-        for number, block in enumerate(blocks):
-            for layer in block:
+        for number, layers in enumerate(blocks):
+            for layer in layers:
                 state = layer.moq
                 weight = layer.float_weight
-                # What the last pass made for nothing, this one does not make.
+                # The last pass made it for nothing.
                 if state.awaits_call or not state.may_be_made_ahead(weight):
                     continue
                 dtype = state.next_dtype(weight)
                 if current.weights and self.take(state, weight, dtype) is not None:
                     # Somebody holds it.
                     continue
-                own = shared = None
-                if with_gradients and weight.requires_grad:
+                block = None
+                # Where a block's layer is not called, hooks of its weight are called with None.
+                is_sure = state.was_taken and not state.was_left_out
+                if with_gradients and weight.requires_grad and is_sure:
                     is_strict = hooks_are_strict or has_hooks(weight)
-                    if is_strict or not state.is_always_called:
-                        own = copy_of(weight, dtype)
-                    else:
-                        shared = number
-                wanted.append(_Wanted(state, weight, dtype, own, shared))
+                    block = None if is_strict else number
+                wanted.append(_Wanted(state, weight, dtype, block))
         return wanted
 
     @makes_state
-    def _launched(self, wanted: Sequence[_Wanted]) -> list[Tensor | None]:
-        """Make weights, each in memory of its own and without a graph; None for those that are no kernel's."""
-        places: dict[torch.device, list[int]] = {}
-        for index, each in enumerate(wanted):
-            places.setdefault(each.weight.device, []).append(index)
-        found: list[Tensor | None] = [None] * len(wanted)
-        for device, indices in places.items():
+    def _make_together(self, wanted: Sequence[_Wanted]) -> dict[State, Tensor]:
+        """Make those weights that a kernel can make, each in memory of its own and without a graph."""
+        by_device: defaultdict[torch.device, list[_Wanted]] = defaultdict(list)
+        for each in wanted:
+            by_device[each.weight.device].append(each)
+        made: dict[State, Tensor] = {}
+        for device, those in by_device.items():
             if not triton_launch.available(device):
                 continue
-            those = [wanted[index] for index in indices]
-            filled = self._launches[device](
-                [each.state.job(each.weight, each.dtype) for each in those],
-                [each.memory for each in those],
-            )
+            jobs = [each.state.job(each.weight, each.dtype) for each in those]
+            results = self._launchers[device](jobs)
             scales: dict[State, slice] = {}
-            for index, each, values, place in zip(
-                indices, those, filled.values, filled.places, strict=True
+            for each, values, place in zip(
+                those, results.values, results.places, strict=True
             ):
-                if values is not None and place is not None:
-                    found[index] = each.result(values)
+                if values is not None:
+                    made[each.state] = each.state.shaped(values, each.weight)
                     scales[each.state] = place
             if scales:
-                self._scales[next(iter(scales))] = filled.scales, scales
-        return found
+                self._scales[next(iter(scales))] = results.scales, scales
+        return made
 
-    def made(
+    def make_for_graph(
         self,
         states: Sequence[State],
         weights: Sequence[Tensor],
         dtype: torch.dtype,
     ) -> list[Tensor]:
-        """What a compiled graph multiplies with, each in memory of its own; see `quantized_in_graph`."""
+        """The weights that a compiled graph multiplies with, each in memory of its own; see `quantized_in_graph`."""
         pairs = list(zip(states, weights, strict=True))
-        ahead = [index for index, (s, w) in enumerate(pairs) if s.may_be_made_ahead(w)]
-        wanted = [_Wanted(*pairs[index], dtype) for index in ahead]
-        made = dict(zip(ahead, self._launched(wanted), strict=True))
+        wanted = [_Wanted(s, w, dtype) for s, w in pairs if s.may_be_made_ahead(w)]
+        made = self._make_together(wanted)
         results = []
-        for index, (state, weight) in enumerate(pairs):
+        for state, weight in pairs:
             state.used = True
-            quantized = made.get(index)
+            quantized = made.get(state)
             if quantized is None and state.bits == FLOAT_BITS:
-                quantized = copy_of(weight, dtype)
+                quantized = weight.to(
+                    dtype, copy=True, memory_format=torch.contiguous_format
+                )
             elif quantized is None:
                 quantized = state.fake_quantize(weight, dtype)
             results.append(quantized)
         return results
 
     def _trace(self, module: nn.Module, blocks: Sequence[Sequence[Layer]]) -> None:
-        """Have torch.compile put one operator at the head of its graph that makes all weights of the pass."""
+        """Have torch.compile begin its graph with one operator that makes all weights of the pass."""
         if self.traced_by is not None and self.traced_by is not module:
             return
         self._end_trace()
@@ -446,7 +414,7 @@ def frames() -> Iterator[FrameType]:
 def is_running(module: nn.Module) -> bool:
     """Whether this thread is inside a call of the module.
 
-    Read off the stack: a flag would not survive an interrupt from the keyboard.
+    The stack tells: a flag would not survive an interrupt from the keyboard.
     """
     return any(
         frame.f_code is MODULE_CALL and called_module(frame) is module
@@ -460,16 +428,8 @@ def called_module(frame: FrameType) -> Any:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Counts the changes in place that PyTorch sees; those made in inference mode are none."""
+    """Count the changes in place that PyTorch sees; inference mode hides them, which gives 0."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def copy_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in memory of its own, with a gradient by a cast of PyTorch's own.
-
-    A kernel may write a quantized weight there before anybody has read it.
-    """
-    return weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 _numbers = itertools.count()
@@ -483,21 +443,21 @@ def numbered(state: State) -> int:
     return number
 
 
-# What a graph captured for good would be wrong after a drop: inductor is to leave it
-# out of those of mode "reduce-overhead".
+# A CUDA graph would repeat it at the bits of its capture: inductor must leave it out of
+# the graphs of mode "reduce-overhead".
 @torch.library.custom_op(
     "moq_hf::quantized", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )
 def quantized_in_graph(
     weights: list[Tensor], numbers: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
-    """What a compiled graph calls to quantize weights: it holds for all bits, and the numbers are those of eager code.
+    """Quantize weights in a compiled graph, at whatever bits their layers have then, as eager code does.
 
     Args:
         weights: Whole float weights, or rows of a table, of one model, without a graph.
-        numbers: Those of the layers, int64, or ~number for rows: a tensor, on which
-            graphs do not depend, so that layers of one class share them.
-        dtype: Of the results.
+        numbers: The layers' numbers, int64, or ~number for rows: a tensor, because graphs
+            do not depend on its values, so that layers of one class share a graph.
+        dtype: Dtype of the results.
     """
     states = []
     for number in numbers.tolist():
@@ -507,7 +467,7 @@ def quantized_in_graph(
             state.read_dtype = dtype
         states.append(state)
     passes: PassWeights = states[0].passes
-    return passes.made(states, weights, dtype)
+    return passes.make_for_graph(states, weights, dtype)
 
 
 @quantized_in_graph.register_fake

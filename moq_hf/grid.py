@@ -12,21 +12,20 @@ from typing import ClassVar, Literal, NamedTuple
 MAX_BITS = 16
 # "auto" searches clipping ratios at these bits and below, where clipping pays.
 SEARCHED_BITS = 5
-# At these bits and below one code more is worth a signed scale: the range "auto" is
-# full.
+# At these bits and below an extra code is worth a signed scale: the range "auto" is full.
 MOST_FULL_BITS = 4
 
 
 # How a scale is found: "absmax", "mse", or "auto", which is mse where codes are few.
 Search = Literal["auto", "absmax", "mse"]
-# What a scale is rounded to. It is held as float32 all the same.
+# The dtype that a scale is rounded to; it is still held as float32.
 ScaleDtype = Literal["float32", "bfloat16", "float16"]
 # What codes of 4 bits are: integers, or floats of two formats that servers know.
 Format = Literal["int", "mxfp4", "nvfp4"]
 FP4_BITS = 4
-# What inputs of a layer share a scale: a token, a call, or all for good.
+# Which inputs of a layer share a scale: those of a token, of a call, of a block of features, or all of them for good.
 InputScale = Literal["per_token", "per_tensor", "per_block", "static"]
-# The most inputs that share a scale per block, and the least of ONNX Runtime's kernels.
+# How many inputs share a scale per block at most, and at least in ONNX Runtime's kernels.
 INPUT_BLOCK = 128
 LEAST_INPUT_BLOCK = 32
 # A size of a linear layer.
@@ -69,7 +68,7 @@ class RowBlocks:
     """
 
     count: int = 1
-    # The config's key, and what else an error may propose.
+    # The config's key, and what else an error message proposes.
     key: ClassVar[str] = "groups"
     instead: ClassVar[str] = ', or "per_channel"'
     # Weights of a row that share a scale; None: whole rows do.
@@ -77,7 +76,7 @@ class RowBlocks:
 
     @property
     def divides(self) -> tuple[Axis, int]:
-        """Which size of a layer must be a multiple of what."""
+        """The size of a layer that must be a multiple of a number, and the number."""
         return "out_features", self.count
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
@@ -127,7 +126,7 @@ class PerGroup:
 
     @property
     def divides(self) -> tuple[Axis, int]:
-        """Which size of a layer must be a multiple of what."""
+        """The size of a layer that must be a multiple of a number, and the number."""
         return "in_features", self.size
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
@@ -152,21 +151,21 @@ class Precision(NamedTuple):
     Attributes:
         grid: How a weight is quantized, whatever its bit width is.
         bits: The bit width.
-        format: What codes are.
+        format: Kind of codes.
         is_fp4: Whether codes are floats.
-        is_full: Whether a scale has a sign: a full grid has, but for its one bit, which
-            is binary.
+        is_full: Whether a scale has a sign: that of a full grid has, except at one bit,
+            which is binary.
         is_uniform: Whether a code is a rounded quotient, so that clipping and
             stochastic rounding make sense.
         low: The least code; those of floats are twice their values.
         high: The largest code.
         top: The code by which the largest weight of a group is divided for its scale:
             MXFP4's is a power of two.
-        reach: How many scales the farthest code can be from zero.
+        reach: Magnitude of the farthest code, at least 1.
         searches: Whether clipping ratios are searched; ternary and binary grids set
             their own scale.
-        clips: Whether a code may be beyond the last one, though its group's largest
-            weight makes the scale.
+        clips: Whether a quotient may round beyond the last code even though the scale
+            comes from the largest weight of its group.
 
     >>> narrow, full, unsigned = Grid().at(4), Grid(full=True).at(4), Grid(symmetric=False).at(4)
     >>> [(own.low, own.high, own.top, own.reach) for own in (narrow, full, unsigned)]
@@ -229,10 +228,10 @@ class Grid:
             above).
         full: Whether a symmetric grid has codes down to -2^(b-1), one more than
             "narrow" has, and a scale with a sign, so that this code is on the side of
-            the largest weight. It holds from 2 bits on; 1 bit is binary.
-            None: at 2 to 4 bits.
+            the largest weight. This holds from 2 bits on; 1 bit is binary. None means at
+            2 to 4 bits.
         scale_dtype: What each scale is rounded to before codes are computed with it.
-        format: What codes of 4 bits are; at other bits they are integers. "mxfp4" is of
+        format: Kind of codes of 4 bits; at other bits they are integers. "mxfp4" needs
             symmetric groups of 32, "nvfp4" of 16, and both have scales of their own.
 
     >>> Grid(PerGroup(4)).shape(12, 8)
@@ -282,7 +281,7 @@ class Grid:
         is_searched = self.search == "mse" or (
             self.search == "auto" and bits <= SEARCHED_BITS
         )
-        # With an unrounded scale and no noise, the largest quotient rounds to the last code.
+        # With an exact scale and no noise, the largest quotient rounds to the last code.
         is_plain = is_int and self.symmetric and not is_full and not self.stochastic
         return Precision(
             grid=self,
@@ -323,9 +322,9 @@ class InputGrid:
     def beside(self, columns: int, scales: int) -> "InputGrid":
         """The grid of the inputs of a layer whose weight has so many columns, and scales in a row.
 
-        It differs where a block has a scale: a block is as wide as a group of the
-        weight, or a part of one. The last block of a row may be narrower where a row is
-        one group.
+        Only the width of blocks depends on them: a block is as wide as a group of the
+        weight, or as a part of one. Where a row is one group, its last block may be
+        narrower.
 
         >>> [InputGrid(8, "per_block").beside(384, scales).block for scales in (1, 2, 12)]
         [128, 64, 32]

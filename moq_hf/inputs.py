@@ -11,13 +11,13 @@ Rounding is half to even. With b bits and an input x `[..., features]`:
 
 per_token and static are what compressed-tensors computes for a delivered model, in its dtypes: per_token in that of the
 input, static in the wider one of the input and the weight. It takes what the first two dimensions count for tokens, so
-that an input of two dimensions, as a pooler's, has one scale. per_tensor is float32 whatever the dtype of the input; at
+that an input of two dimensions, such as a pooler's, has one scale. per_tensor is float32 whatever the dtype of the input; at
 8 bits it is ONNX's DynamicQuantizeLinear. per_block is float32 too, and what ONNX Runtime's MatMulNBits computes on
 x86 CPUs with accuracy level 4. The running range is a moving average of the largest magnitude
 that training saw in each optimizer step, with a share of 0.01 for the newest: the rule and the constant of PyTorch's
-MovingAverageMinMaxObserver. It changes with optimizer steps alone, so that a pass that is computed again, by activation
-checkpointing for instance, gives the same. Until the first step there is none, and the largest magnitude of the call
-counts instead. A scale is never below the smallest normal float32, nor 0 in its dtype, so zeros stay zeros. NaN stays NaN.
+MovingAverageMinMaxObserver. It changes with optimizer steps only, so that a pass that is repeated, by activation
+checkpointing for instance, gives the same numbers. Before the first step the largest magnitude of the call counts
+instead. A scale is never below the smallest normal float32, nor 0 in its dtype, so zeros stay zeros. NaN stays NaN.
 """  # noqa: E501 - a table row cannot be broken
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ from .processes import largest_over_ranks
 from .seams.transformers import is_transformed
 
 _TINY = torch.finfo(torch.float32).tiny
-# The least positive number, where that is larger.
+# The least positive number of a dtype, where that is larger.
 _LEAST = {torch.float16: 2.0**-24}
 # The share of the newest step in the running range.
 _NEWEST = 0.01
@@ -89,7 +89,7 @@ def _divided(x: Tensor, by: float) -> Tensor:
 
 
 def token_scale(input: Tensor, bits: int) -> Tensor:
-    """The scale of each token, `[batch, tokens, 1]` for `[batch, tokens, features]`; of all of a narrower input.
+    """The scale of each token, `[batch, tokens, 1]` for `[batch, tokens, features]`; with fewer dimensions one scale.
 
     The formula is that of compressed-tensors' `calculate_qparams`.
     """
@@ -130,7 +130,7 @@ class InputObserver:
         active: Whether inputs are quantized, or only observed.
         called: Whether the layer has been called; a model may multiply with its weight
             without that.
-        pending: What a kernel needs to observe the range in one launch; see
+        pending: Memory of a kernel that observes the range; see
             `kernels.inputs.round_all_kernel`.
     """
 
@@ -206,11 +206,11 @@ def new_inputs(grid: InputGrid, weight: Tensor) -> InputObserver:
 
 
 def inputs_out_of_reach(layers: Iterable[str], key: str) -> str:
-    """What is wrong with layers whose weights are used without the layers, so that their inputs stay as they are.
+    """The error for layers whose weights are used without calling them, so that their inputs are not rounded.
 
     Args:
         layers: Their names.
-        key: What the config calls the key that asks for rounded inputs.
+        key: The config's name of the key that asks for rounded inputs.
     """
     names = ", ".join(f'"{name}"' for name in layers)
     return (
@@ -220,9 +220,9 @@ def inputs_out_of_reach(layers: Iterable[str], key: str) -> str:
 
 
 def update_ranges(inputs: Iterable[InputObserver]) -> None:
-    """Update the running ranges after an optimizer step, in all processes, with the same layers.
+    """Update the running ranges after an optimizer step; all processes must call this, with the same layers.
 
-    A range follows the largest magnitude over all ranks.
+    A range follows the largest magnitude of all ranks.
     """
     static = [observer for observer in inputs if observer.grid.scale == "static"]
     if static:

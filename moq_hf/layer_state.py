@@ -112,8 +112,8 @@ class LayerState:
         passes: The quantized weights of the model's passes, shared with its other layers.
         read_dtype: The dtype in which a forward pass last multiplied with the weight.
         is_tied: Whether another layer has the same weight.
-        is_always_called: Whether every pass with gradients that made the weight ahead
-            also called the layer; None until one has shown it.
+        was_left_out: Whether a pass with gradients that made the weight ahead did not call
+            the layer.
         was_taken: Whether the layer took what was last made ahead.
         awaits_call: Whether the last pass that made the weight ahead has not called the
             layer; it is not made ahead again until the layer is called.
@@ -143,7 +143,7 @@ class LayerState:
     passes: PassWeights = field(default_factory=PassWeights, repr=False)
     read_dtype: torch.dtype = torch.float32
     is_tied: bool = False
-    is_always_called: bool | None = None
+    was_left_out: bool = False
     was_taken: bool = False
     awaits_call: bool = False
     made: list[Tensor] | None = field(default=None, repr=False)

@@ -1,4 +1,4 @@
-"""What a run will hold in memory, ahead of time: from a model's shapes, before any weight is loaded."""
+"""Forecast what a run will hold in memory: from a model's shapes, before any weight is loaded."""
 
 import contextlib
 from typing import Any, cast
@@ -17,12 +17,12 @@ from .training.controller import MoQController
 
 
 def plan_of_model(model: str, config: MoQConfig, total_steps: int) -> str:
-    """What a run does to a model, how large the result is, and what memory the run takes, without its weights.
+    """Describe what a run does to a model, how large the result is, and how much memory it takes, without the weights.
 
     Args:
         model: Folder or Hub id with the model's `config.json`.
-        config: Of the run.
-        total_steps: Its optimizer steps.
+        config: The run's config.
+        total_steps: The run's optimizer steps.
 
     Raises:
         MoQError: There is no such model, or the config does not fit it.
@@ -50,10 +50,10 @@ def plan_of_model(model: str, config: MoQConfig, total_steps: int) -> str:
 
 
 def _name_class(config: PreTrainedConfig) -> list[str]:
-    """Have a config that names no class name the base model of its type, if there is one, and say so."""
+    """Let a config that names no class name the base model of its type, if there is one, and return a line about it."""
     if config.architectures:
         return []
-    # A type without one: making the model says what is missing.
+    # For a type without one, making the model says what is missing.
     with contextlib.suppress(Exception), torch.device("meta"):
         name = type(cast(Any, AutoModel).from_config(config)).__name__
         config.architectures = [name]
@@ -64,16 +64,16 @@ def _name_class(config: PreTrainedConfig) -> list[str]:
 
 
 def memory_of(controller: MoQController) -> dict[str, int]:
-    """What a run with AdamW on one device holds beside activations, in bytes, by the shapes of its model.
+    """What a run with AdamW on one device holds besides activations, in bytes, by the shapes of its model.
 
     Activations are those of the same run in float. Most is held at the beginning of a
-    backward pass, which needs the quantized weights of the forward pass again; in a
-    pass in half precision (`bf16`, `fp16`) they are half as large. Of a table
-    usually only the rows that are looked up are quantized; they count as activations. A teacher is
-    as large as the model. The delivered folder is compared with a model in evaluation.
+    backward pass, which needs the quantized weights of the forward pass again; in half
+    precision (`bf16`, `fp16`) these are half as large. Of a table usually only the rows
+    that are looked up are quantized; they count as activations. A teacher is assumed to
+    be as large as the model. The delivered folder is compared with a model in evaluation.
 
     Args:
-        controller: Of the run; its model may lie on the meta device.
+        controller: The run's; its model may lie on the meta device.
     """
     model = controller.model
     parameters = list(model.parameters())

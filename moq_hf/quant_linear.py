@@ -41,7 +41,6 @@ from .seams.transformers import (
     is_transformed,
     only_scales,
     scaled_rows,
-    with_gradient_of,
 )
 from .straight_through import straight_through
 from .weight_matrix import Kind
@@ -191,10 +190,7 @@ class QuantLayer(QuantModule):
             rounded = inputs.quantize(input, self.training)
         else:
             rounded = triton_inputs.quantize(inputs, input, self.training)
-        if rounded is None:
-            return input
-        found = with_gradient_of(input, rounded)
-        return straight_through(input, rounded) if found is None else found
+        return input if rounded is None else straight_through(input, rounded)
 
     def extra_repr(self) -> str:
         """Add the bits to the layer's own line."""

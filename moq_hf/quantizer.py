@@ -1,4 +1,4 @@
-"""The formula of moq_hf in plain PyTorch: the definition that the Triton kernel is tested against.
+"""The formula of moq_hf in plain PyTorch: the definition, against which the Triton kernels are tested.
 
 A weight `[rows, columns]` is cut into groups that share one scale, as its `Grid` says: consecutive blocks of whole rows,
 one per channel, or runs of consecutive weights within a row. All arithmetic is float32 whatever the weight's dtype,
@@ -17,18 +17,20 @@ rounding is half to even, and the result is cast once. With b bits:
 MXFP4 and NVFP4 have the numbers of E2M1 for codes, here twice their values: 0, 1, 2, 3, 4, 6, 8 and 12 with a sign,
 where zero has none. So a scale is half of that in the files. e rounds to the nearest of them, a tie to the even one
 (0, 2, 4, 8): 1 apart below 4, 2 apart below 8, then 4. p(y) is the power of two at or below y, or above it from 1.75 of
-that on, where less would clip more; it is 2^127 at most, so that no weight is Inf. E4M3 rounds half to even, from 2^-9 to 448; the scale of the whole tensor, 2^-7 in
-the files, is one for every layer, so that fused layers share it: group scales are exact to four bits from 2^-14 to 7 / 4,
-and weights beyond 21 are clipped. Since both scales are powers of two but for the four bits, each weight is exact in
-bfloat16.
+that on, where less would clip more; it is 2^127 at most, so that no weight is Inf. E4M3 rounds half to even, from 2^-9 to 448. The
+scale of the whole tensor, 2^-7 in the files, is the same for every layer, so that fused layers can share it: group scales
+are exact to four bits from 2^-14 to 7 / 4, and weights beyond 21 are clipped. Since scales are powers of two times a
+number of four bits, each weight is exact in bfloat16.
 
-r is the clipping ratio of the group, 1 unless given; NVFP4's may be above 1, where its largest weight is not 6. Stochastic rounding replaces round(y) by floor(y + u), u uniform in
-[0, 1). Sums are of integers, so that their order makes no difference: those of magnitudes (ternary, binary), see `exact_sum`,
-whose means are rounded to float32, and those of squared errors, see `least_squares_ratio`. A group whose scale would be
-below the smallest normal float32 in magnitude (all zeros, or too small to matter) becomes zeros.
+r is the clipping ratio of the group, 1 unless given; NVFP4's may be above 1, where its largest weight is not 6.
+Stochastic rounding replaces round(y) by floor(y + u), u uniform in [0, 1). Sums are sums of integers, so that their
+order makes no difference: of magnitudes (ternary, binary), see `exact_sum`, whose means are rounded to float32, and of
+squared errors, see `least_squares_ratio`. A group whose scale would be below the smallest normal float32 in magnitude
+(all zeros, or too small to matter) becomes zeros.
 
-A full range puts its extra code where the largest weight is: m > 0 makes a negative scale. Of +m and -m in one group
-+m counts. It is ggml's rule for Q4_0; there the first of the two counts, and a half rounds to the larger code.
+A full range puts its extra code where the largest weight is: m > 0 makes a negative scale. If a group has both +m and
+-m, +m counts. It is ggml's rule for Q4_0, except that there the first of the two counts, and a half rounds to the larger
+code.
 
 A `scale_dtype` of less than 32 bits rounds each scale, half to even, before zero points and codes are computed with it.
 So codes fit the scale that a server loads in that dtype. A scale beyond the largest finite value of the dtype becomes
@@ -64,9 +66,9 @@ _RATIOS_OF: dict[Format, tuple[float, ...]] = {
 }
 _TINY = torch.finfo(torch.float32).tiny
 _BELOW_TINY = _TINY - 2.0**-149
-# Weights that a CPU takes at once where one pass over all of them would leave its
+# How many weights a CPU takes at once where a pass over all of them would not fit its
 # caches: 1 MB of float32, which PyTorch divides among up to eight threads. With fewer,
-# the calls take longer than the memory does.
+# calls would take longer than memory does.
 _BLOCK = 262_144
 _DEFAULT = Grid()
 
@@ -181,7 +183,7 @@ def dequantize(
 
 
 def per_weight(values: Tensor, shape: Sequence[int]) -> Tensor:
-    """Repeat what groups or blocks share for each weight of a matrix, or for parts of its rows.
+    """Repeat what groups or blocks share, for each weight of a matrix or for parts of its rows.
 
     Args:
         values: `[r, c]`, where r divides the rows and c the columns.
@@ -203,7 +205,7 @@ def fake_quantize(
 ) -> Tensor:
     """Exactly `dequantize(*quantize(weight, ...))`, in fewer passes over memory and without the codes.
 
-    Its arguments are those of `fake_quantize_with_scale`, and so is what it raises.
+    It takes the arguments of `fake_quantize_with_scale`, and raises the same errors.
 
     >>> fake_quantize(torch.tensor([[0.5, -1.0, 0.25]]), 2)
     tensor([[ 0.7500, -0.7500,  0.0000]])
@@ -223,12 +225,12 @@ def fake_quantize_with_scale(
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Fake-quantize a weight, and tell the scale.
+    """Fake-quantize a weight, and return its scale, too.
 
     Nothing is raised for NaN or Inf, so that a GPU need not wait for the host. The scale
     of a group is not finite exactly if the group holds NaN or Inf, or spans more than
-    float32 can hold: to look at the scales is to look at the weight without a second
-    pass over it.
+    float32 can hold: checking the scales is checking the weight, without a second pass
+    over it.
 
     Args:
         weight: Floating-point `[rows, columns]`, any dtype, device and strides.
@@ -259,7 +261,7 @@ def rounded(
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`fake_quantize_with_scale` of arguments that `check` has accepted; nothing is checked here."""
+    """As `fake_quantize_with_scale`, without checks: `check` has accepted the arguments."""
     grid = precision.grid
     x = _groups(weight, grid.grouping.shape(*weight.shape))
     scale, offset = _scales(x, precision, ratio)
@@ -268,7 +270,7 @@ def rounded(
     whole = x, scale, offset, noise, out
     is_buffered = out.dtype != torch.float32
     blocks: Iterable[tuple[Any, ...]] = [whole]
-    # A float32 result of equal steps needs no buffer that should stay in the caches.
+    # A float32 result with equal steps is computed in place, without a buffer to keep in the caches.
     if is_buffered or precision.is_fp4 or not precision.is_uniform:
         blocks = _blocks(*whole)
     clips = ratio is not None or precision.clips
@@ -285,7 +287,7 @@ def rounded(
 def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
     """The clipping ratio of each group, out of 1.00, 0.95, ... 0.20, with the least sum of squared errors.
 
-    Those of MXFP4 are 1.0 and 0.5, those of NVFP4 1.8, 1.7, ... 1.0, 0.95, ... 0.60.
+    MXFP4 has the ratios 1.0 and 0.5, NVFP4 1.8, 1.7, ... 1.0, 0.95, ... 0.60.
 
     Errors are those of nearest rounding, and their sum is the same in every order: weights
     and scales of n weights are multiplied by 2^(h - e), where 2^e is at or below the
@@ -399,7 +401,7 @@ def uniform(
 def check(
     weight: Tensor, bits: int, grid: Grid = _DEFAULT, ratio: Tensor | None = None
 ) -> tuple[int, int]:
-    """The shape of the scale, once all arguments are found right, short of what only the weight's values would show.
+    """Check arguments, except for the weight's values, and return the shape of the scale.
 
     Raises:
         ValueError: Bits, grid or ratio do not fit the weight.
@@ -431,7 +433,7 @@ def _groups(weight: Tensor, shape: tuple[int, int]) -> Tensor:
 def _blocks(
     x: Tensor, *others: Tensor | None, copies: int = 1
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield the groups, with their part of the others, that are taken at once: on a CPU what fits its caches.
+    """Yield groups that are taken at once, with their part of the others: on a CPU as many as fit its caches.
 
     `copies` is how many times their memory in float32 is needed meanwhile.
     """
@@ -450,7 +452,7 @@ def _blocks(
 def _scales(
     x: Tensor, precision: Precision, ratio: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Find the scale of groups and their offset, which is the zero point, or the threshold of ternary ones.
+    """Find the scale of groups, and their offset: the zero point, or the threshold of ternary groups.
 
     Both are float32 `[groups, 1]`; the offset is None for symmetric grids with equal
     steps.
@@ -493,9 +495,8 @@ def exact_sum(terms: Tensor, largest: Tensor) -> Tensor:
     Returns:
         float64 `[groups, 1]`; not finite where `largest` is not.
     """
-    # The power of two at or below the largest number; of a subnormal one the least normal.
-    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
-    power.clamp_(min=_TINY)
+    # Of a subnormal number the least normal one.
+    power = _power_below(largest).clamp_(min=_TINY)
     shift = 2.0 ** (61 - terms.shape[1].bit_length())
     whole = (terms / power).mul_(shift).to(torch.int64)
     # It is positive but for NaN and Inf, whose power is infinite.
@@ -525,8 +526,7 @@ def _codes(
     if precision.is_fp4:
         # How far apart codes are, by the exponent: 1 below 4, 2 below 8, then 4.
         # Neither a product nor a quotient with it is rounded.
-        power = (out.view(torch.int32) & 0x7F800000).view(torch.float32)
-        steps = power.clamp_(2.0, 8.0).mul_(0.5)
+        steps = _power_below(out).clamp_(2.0, 8.0).mul_(0.5)
         out.div_(steps)
     if noise is None:
         out.round_()
@@ -578,7 +578,7 @@ def _range(x: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
 def _uniform_scale(
     low: Tensor, high: Tensor, precision: Precision, ratio: Tensor | float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the scale and zero point of groups with these ends, each `[groups, 1]`."""
+    """Compute the scale and the zero point of groups from their ends, each `[groups, 1]`."""
     symmetric = precision.grid.symmetric
     if ratio is not None:
         low = low * ratio
@@ -586,10 +586,7 @@ def _uniform_scale(
     span = high if symmetric else high - low
     # Division by a number would be a multiplication by its reciprocal on CUDA.
     scale = span / torch.full_like(span, precision.top)
-    if precision.is_full:
-        scale.masked_fill_(scale.abs() < _TINY, 1.0)
-    else:
-        scale = torch.threshold(scale, _BELOW_TINY, 1.0)
+    scale.masked_fill_(scale.abs() < _TINY, 1.0)
     scale = _as_stored(scale, precision)
     if symmetric:
         return scale, None
@@ -597,21 +594,21 @@ def _uniform_scale(
 
 
 def _as_stored(scale: Tensor, precision: Precision) -> Tensor:
-    """Round scales to their dtype, as float32; those beyond its range become its largest or smallest value."""
+    """Round scales to their dtype, but keep them as float32; beyond its range they become its last value."""
     dtype = getattr(torch, precision.grid.scale_dtype)
     unit = 1.0
     if precision.format == "mxfp4":
         # From 1.75 of a power of two on, the sum has the next exponent.
-        raised = scale.view(torch.int32) + (1 << 21)
-        power = (raised & 0x7F800000).view(torch.float32).clamp_(max=2.0**124)
+        raised = (scale.view(torch.int32) + (1 << 21)).view(torch.float32)
+        power = _power_below(raised).clamp_(max=2.0**124)
         return torch.where(scale.isfinite(), power, scale)
     if precision.format == "nvfp4":
         dtype, unit = torch.float8_e4m3fn, FP4["nvfp4"].unit
     if dtype == torch.float32:
         return scale
     limits = torch.finfo(dtype)
-    # What is given is not below the smallest normal float32, bfloat16's too; the others
-    # have subnormal values.
+    # No scale is below the smallest normal float32, which is bfloat16's, too; the other
+    # dtypes need their subnormal values.
     least = limits.smallest_normal
     if dtype != torch.bfloat16:
         least *= limits.eps
@@ -620,18 +617,23 @@ def _as_stored(scale: Tensor, precision: Precision) -> Tensor:
     return torch.where((scale == 0) | scale.isinf(), scale, stored)
 
 
+def _power_below(x: Tensor) -> Tensor:
+    """The power of two at or below the magnitude of each float32 number; 0 for subnormal ones, Inf for Inf and NaN."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
 def ratios_of(format: Format) -> tuple[float, ...]:
     """The clipping ratios that a search tries, from the largest on."""
     return _RATIOS_OF[format]
 
 
 def error_exponent(length: int) -> int:
-    """The h of `least_squares_ratio` for groups of so many weights."""
+    """The h of `least_squares_ratio`, for groups of a length."""
     return (51 - length.bit_length()) // 2
 
 
 def _error_unit(largest: Tensor, length: int) -> Tensor:
-    """The power of two that weights and scales of a group are multiplied with: 2^(h - e), as far as float32 goes.
+    """The power of two by which weights and scales of a group are multiplied: 2^(h - e), as far as float32 goes.
 
     Args:
         largest: The largest magnitude of each group, float32.

@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .seams.transformers import is_exporting, is_transformed
+from .seams.transformers import is_exporting, is_transformed, with_gradient_of
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The quantized weight, with the float weight's gradient.
+    """The quantized tensor, with the gradient of the float one.
 
     Differentiable twice, and by torch.func's grad and vjp. A forward-mode rule would
     keep Dynamo from tracing it.
@@ -39,18 +39,29 @@ class _StraightThrough(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _StraightThrough).apply
 
 
-def straight_through(weight: Tensor, quantized: Tensor) -> Tensor:
-    """The quantized weight, whose gradient is that of the float weight."""
+def straight_through(source: Tensor, quantized: Tensor) -> Tensor:
+    """Pass the gradient of a quantized weight or input straight through to the float one.
+
+    Args:
+        source: The float weight or input.
+        quantized: What was made of it: of its shape, without a graph, held by nobody else.
+
+    Returns:
+        The quantized values, with a gradient.
+    """
     if is_exporting() and torch.is_grad_enabled():
         # torch.export drops a Function's backward, so the estimator is arithmetic here.
-        return quantized + (weight - weight.detach()).to(quantized.dtype)
+        return quantized + (source - source.detach()).to(quantized.dtype)
+    found = with_gradient_of(source, quantized)
+    if found is not None:
+        return found
     plain = not torch.compiler.is_compiling() and not is_transformed()
     apply = _apply if plain else _StraightThrough.apply
-    return cast(Tensor, apply(weight, quantized))
+    return cast(Tensor, apply(source, quantized))
 
 
 class _ManyStraightThrough(torch.autograd.Function):
-    """As `_StraightThrough`, for the weights of a block: one call forward, one cast of all gradients backward."""
+    """As `_StraightThrough`, for all weights of a block: one call forward, and one cast of all gradients backward."""
 
     @staticmethod
     def forward(
@@ -64,7 +75,7 @@ class _ManyStraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # It is differentiated again.
+            # A second derivative needs a graph.
             cast_grads = [
                 None if grad is None else grad.to(dtype)
                 for grad, dtype in zip(grads, ctx.dtypes, strict=True)
@@ -90,12 +101,10 @@ _apply_many: Any = super(torch.autograd.Function, _ManyStraightThrough).apply
 def straight_through_block(
     weights: Sequence[Tensor], quantized: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """The quantized weights of a block, whose gradients are those of the float weights.
-
-    Gradients arrive together, when all of the block have been computed; see `straight_through`.
+    """As `straight_through`, for all weights of a block, whose gradients arrive together.
 
     Args:
-        weights: Float weights, each of which wants a gradient.
-        quantized: Tensors that nobody else holds, without a graph: they get theirs here.
+        weights: Float weights that require gradients.
+        quantized: What was made of them: without a graph, held by nobody else.
     """
     return cast(tuple[Tensor, ...], _apply_many(list(quantized), *weights))

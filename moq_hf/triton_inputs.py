@@ -1,10 +1,11 @@
 """`InputObserver.quantize` as one launch of a Triton kernel, with the same numbers, bit for bit.
 
 It can be imported without Triton and without a GPU: where the kernels do not run, the
-observer computes. A scale for a whole call takes a reduction by PyTorch before.
+observer computes. For a scale of a whole call PyTorch finds the range first.
 """
 
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ from torch import Tensor
 from .grid import InputGrid
 from .inputs import InputObserver
 from .seams.transformers import is_transformed
-from .triton_launch import attempt, available, kernels
+from .triton_launch import DTYPES, attempt, available, hard_rows, kernels, launch
 
-_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 # Inputs of a block, and how many programs share all blocks.
 _BLOCK = 4096
 _PROGRAMS = 1024
@@ -34,7 +34,7 @@ def quantize(observer: InputObserver, input: Tensor, training: bool) -> Tensor |
     is_static = scale == "static"
     if (
         observer.active
-        and input.dtype in _DTYPES
+        and input.dtype in DTYPES
         and input.numel()
         and available(input.device)
         and not is_transformed()
@@ -53,11 +53,7 @@ def quantize(observer: InputObserver, input: Tensor, training: bool) -> Tensor |
                 features,
                 observes,
             )
-            rounded = attempt(
-                variant,
-                partial(_is_right, observer, input, observes),
-                partial(_launch, observer, input, observes),
-            )
+            rounded = attempt(variant, _is_right, _launch, observer, input, observes)
             if rounded is not None:
                 observer.called = True
                 return rounded
@@ -77,26 +73,18 @@ def _features(observer: InputObserver, input: Tensor) -> int:
 def _is_right(observer: InputObserver, input: Tensor, observes: bool) -> bool:
     """Whether the kernel gives the numbers of an observer for inputs that are hard to round."""
     features = _features(observer, input)
-    shape = (1, 4, features) if features else (4, 511)
-    place = torch.arange(shape[-1], device=input.device)
-    steps = torch.tensor(
-        [[1.0], [-0.3], [7e-3], [-(2.0**-20)]],
-        dtype=torch.float32,
-        device=input.device,
-    )
     # Codes and the halves between them.
-    hard = (steps * (place % 511 / 2 - 127)).to(input.dtype).view(shape)
+    place = torch.arange(features or 511, device=input.device)
+    hard = hard_rows(place % 511 / 2 - 127, input.dtype)
+    if features:
+        hard = hard[None]
     running = torch.full_like(observer.observed, 127.0)
     found, expected = (
-        InputObserver(
-            observer.grid, torch.ones_like(running), observer.dtype, running.clone()
-        )
+        replace(observer, observed=running / 127, range=running, pending=None)
         for _ in range(2)
     )
-    same = torch.equal(
-        _launch(found, hard, observes),
-        expected.quantize(hard, observes),  # type: ignore[arg-type]
-    )
+    values = expected.quantize(hard, observes)
+    same = torch.equal(_launch(found, hard, observes), values)  # type: ignore[arg-type]
     return same and torch.equal(found.observed, expected.observed)
 
 
@@ -107,40 +95,33 @@ def _launch(observer: InputObserver, input: Tensor, observes: bool) -> Tensor:
     grid = observer.grid
     features = _features(observer, x)
     how = _constants(grid, x.dtype, observer.dtype, features)
-    # Triton launches on the current device.
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        if features:
-            columns = grid.block if grid.scale == "per_block" else features
-            rows = x.numel() // features * -(-features // columns)
-            programs = -(-rows // how["BLOCK_ROWS"])
-            module.round_rows_kernel[(programs,)](x, y, rows, columns, features, **how)
-            return y
-        observed = pending = last = None
-        if grid.scale == "static":
-            first = observer.range
-            if observes:
-                if observer.pending is None or observer.pending.device != x.device:
-                    observer.pending = torch.zeros(
-                        2, dtype=torch.int32, device=x.device
-                    )
-                observed, pending = observer.observed, observer.pending
-        else:
-            first, last = torch.aminmax(x)
-        count = x.numel()
-        blocks = -(-count // _BLOCK)
-        programs = min(_PROGRAMS, blocks)
-        turns = -(-blocks // programs)
-        module.round_all_kernel[(programs,)](
-            x, y, first, last, observed, pending, count, turns, **how
-        )
+    if features:
+        columns = grid.block if grid.scale == "per_block" else features
+        rows = x.numel() // features * -(-features // columns)
+        kernel, programs = module.round_rows_kernel, -(-rows // how["BLOCK_ROWS"])
+        launch(kernel, programs, x.device, x, y, rows, columns, features, **how)
         return y
+    observed = pending = last = None
+    first = observer.range
+    if grid.scale != "static":
+        first, last = torch.aminmax(x)
+    elif observes:
+        if observer.pending is None or observer.pending.device != x.device:
+            observer.pending = torch.zeros(2, dtype=torch.int32, device=x.device)
+        observed, pending = observer.observed, observer.pending
+    blocks = -(-x.numel() // _BLOCK)
+    programs = min(_PROGRAMS, blocks)
+    sizes = x.numel(), -(-blocks // programs)
+    pointers = x, y, first, last, observed, pending
+    launch(module.round_all_kernel, programs, x.device, *pointers, *sizes, **how)
+    return y
 
 
 @cache
 def _constants(
     grid: InputGrid, dtype: torch.dtype, scale_dtype: torch.dtype, features: int
 ) -> dict[str, Any]:
-    """What a kernel is compiled for."""
+    """The constants that a kernel is compiled for."""
     codes = dtype
     if grid.scale == "static":
         codes = torch.promote_types(dtype, scale_dtype)
@@ -151,7 +132,6 @@ def _constants(
         "BITS": grid.bits,
         "LEAST": torch.finfo(dtype).eps,
         "DTYPE": _name(codes),
-        "enable_fp_fusion": False,
     }
     if not features:
         more = {"SCALE_DTYPE": _name(scale_dtype), "BLOCK": _BLOCK, "num_warps": 8}

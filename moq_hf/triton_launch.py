@@ -1,4 +1,4 @@
-"""How Triton kernels are used: tried out at first use, and given up for plain PyTorch where they do not work."""
+"""How Triton kernels are launched: tried out at first use, and replaced by plain PyTorch where they do not work."""
 
 import importlib
 import logging
@@ -8,11 +8,14 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
+# What kernels read and write.
+DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 # Whether variants of kernels work, once they were tried out.
 works: dict[tuple[Any, ...], bool] = {}
 
@@ -46,12 +49,12 @@ def _triton() -> tuple[str, str]:
 
 
 def give_up(variant: tuple[Any, ...], reason: str | Exception) -> None:
-    """Have plain PyTorch compute in place of a variant from now on, and say so once."""
+    """Have plain PyTorch replace a variant from now on, and say so once."""
     if works.get(variant, True):
         works[variant] = False
         if isinstance(reason, Exception):
-            # Triton raises what its compiler, the C compiler that it calls, or the
-            # driver raise.
+            # It may be of Triton's compiler, of the C compiler that it calls, or of the
+            # driver.
             reason = f"{type(reason).__name__}: {reason}"
         logger.warning(
             "moq_hf: the Triton kernel is not used on %s %s, plain PyTorch computes in its place: %s",
@@ -67,51 +70,78 @@ def kernels(name: str) -> ModuleType:
     return importlib.import_module(f"{__package__}.kernels.{name}")
 
 
-def works_at(variant: tuple[Hashable, ...], is_right: Callable[[], bool]) -> bool:
+def works_at(
+    variant: tuple[Hashable, ...], is_right: Callable[..., bool], *arguments: Any
+) -> bool:
     """Whether a variant of a kernel works, found out at its first use.
 
     Args:
         variant: What one compiled kernel is for; a device first.
         is_right: Whether it gives the numbers of plain PyTorch.
+        arguments: For `is_right`.
 
     Raises:
         torch.OutOfMemoryError: The device has no room.
     """
     if variant not in works:
-        try:
-            if is_right():
-                works[variant] = True
-            else:
-                give_up(
-                    variant, "at first use, it gives other numbers than plain PyTorch"
-                )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            give_up(variant, error)
+        found = _call(variant, is_right, *arguments)
+        if found:
+            works[variant] = True
+        elif found is not None:
+            give_up(variant, "at first use, it gives other numbers than plain PyTorch")
     return works[variant]
 
 
 def attempt(
     variant: tuple[Hashable, ...],
-    is_right: Callable[[], bool],
-    launch: Callable[[], _Result],
+    is_right: Callable[..., bool],
+    run: Callable[..., _Result],
+    *arguments: Any,
 ) -> _Result | None:
-    """Launch a kernel whose variant works; see `works_at`.
+    """Run a variant of a kernel where it works; see `works_at`. Both functions take the same arguments.
 
     Returns:
-        What the launch gives; None where the variant does not work, which one warning
-        says.
+        The result; None where it does not work, which one warning says.
 
     Raises:
         torch.OutOfMemoryError: The device has no room.
     """
-    if not works_at(variant, is_right):
-        return None
+    if works_at(variant, is_right, *arguments):
+        return _call(variant, run, *arguments)
+    return None
+
+
+def _call(
+    variant: tuple[Hashable, ...], function: Callable[..., _Result], *arguments: Any
+) -> _Result | None:
     try:
-        return launch()
+        return function(*arguments)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         give_up(variant, error)
         return None
+
+
+def launch(
+    kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any
+) -> None:
+    """Launch so many programs of a kernel, without fusing products and sums, which would change numbers."""
+    # Triton launches on the current device.
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        kernel[(programs,)](*arguments, enable_fp_fusion=False, **constants)
+
+
+def hard_rows(quotients: Tensor, dtype: torch.dtype) -> Tensor:
+    """Four rows of very different sizes, to try a kernel on.
+
+    Args:
+        quotients: `[length]` or `[4, length]`: the numbers of a row, up to its size.
+        dtype: Of the result.
+    """
+    sizes = torch.tensor(
+        [[1.0], [-0.3], [7e-3], [-(2.0**-120)]],
+        dtype=torch.float32,
+        device=quotients.device,
+    )
+    return (sizes * quotients).to(dtype)

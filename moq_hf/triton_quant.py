@@ -10,7 +10,7 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,17 +19,25 @@ from torch import Tensor
 from . import quantizer
 from .grid import Grid, PerChannel, Precision
 from .quantizer import RoundingSeed
-from .triton_launch import attempt, available, give_up, kernels, works_at
+from .triton_launch import (
+    DTYPES,
+    attempt,
+    available,
+    give_up,
+    hard_rows,
+    kernels,
+    launch,
+    works_at,
+)
 
-# A thread holds 16 weights in registers, or 8 where it adds them up, chosen by counting
-# registers. A program of 256 threads holds whole groups of up to TILE weights, or a half of
-# it; one of up to 1,024 threads holds one group of up to WIDEST, or a half of it. Longer
+# A thread holds 16 weights in registers, or 8 where it adds them up: so many registers are
+# free. A program of 256 threads holds whole groups of TILE weights in all, one of up to
+# 1,024 threads a group of up to WIDEST; half of that where they are added up. Longer
 # groups are taken in parts.
 TILE = 4096
 WIDEST = 16_384
-# Random numbers of a launch, 256 MB, after which a launch of the same form begins.
+# Random numbers of a launch, 256 MB; for more there is another launch.
 NOISE = 2**26
-_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _DEFAULT = Grid()
 _FIRST = RoundingSeed()
 
@@ -55,23 +63,23 @@ class Job(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-class Filled(NamedTuple):
-    """What became of jobs, in their order.
+class Results(NamedTuple):
+    """Results of jobs, in their order.
 
     Attributes:
         values: Fake-quantized weights, contiguous, each in memory of its own, without a
             graph. None where the kernel does not take the job.
-        scales: float32, those of all jobs.
-        places: Where in `scales` those of a job are.
+        scales: float32, of all jobs together.
+        places: Where in `scales` those of each job are.
     """
 
     values: list[Tensor | None]
     scales: Tensor
-    places: list[slice | None]
+    places: list[slice]
 
 
 class _Form(NamedTuple):
-    """What a compiled kernel is for; `align` divides the length of groups."""
+    """What a kernel is compiled for; `align` divides the length of groups."""
 
     device: torch.device
     source: torch.dtype
@@ -89,22 +97,17 @@ class _Form(NamedTuple):
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The launches that it takes."""
+        """The steps of the kernel, each a launch."""
         if not self.is_long:
             return ("all",)
         sums = {"ternary": ("sum", "above"), "binary": ("sum",)}
         return ("ends", *sums.get(self.codes, ()), "round")
 
     def tiles(self, groups: int, length: int) -> int:
-        """How many programs so many groups of a length take."""
+        """How many tiles so many groups of a length have."""
         if self.is_long:
             return groups * -(-length // self.columns)
         return -(-groups // self.rows)
-
-    @property
-    def written(self) -> torch.dtype:
-        """What the kernel writes: Triton's interpreter does not round to bfloat16."""
-        return torch.float32 if kernels("triton").INTERPRETED.value else self.dtype
 
 
 class _Memory(NamedTuple):
@@ -116,8 +119,8 @@ class _Memory(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Launch:
-    """Jobs of one form, by their numbers; the kernel's `items`; and how many random numbers they take."""
+class _Batch:
+    """Jobs of one form, by their numbers, with their tiles and how many random numbers they need."""
 
     form: _Form
     jobs: list[int] = field(default_factory=list)
@@ -144,50 +147,40 @@ class _Launch:
 
 
 class _Plan(NamedTuple):
-    """What jobs of the same shapes and precisions have in common.
+    """How jobs of certain shapes and precisions are launched.
 
     Attributes:
-        launches: What is to be launched.
-        rows: Of each row of the table, the number of the job, what is written for it,
-            and its first scale.
+        batches: Jobs that are launched together.
+        rows: For each row of the table, the number of the job and its first scale.
         table: int64 `[rows, 12]`, without addresses and blends.
-        places: Those of `Filled`.
+        places: Those of `Results`.
         scales: How many scales there are.
-        marked: How many of them, at the beginning, are of groups that are taken in
+        marked: How many of them, at the beginning, belong to groups that are taken in
             parts.
-        blends: Whether any float weight has a share in the result.
     """
 
-    launches: list[_Launch]
-    rows: list[tuple[int, torch.dtype, int]]
+    batches: list[_Batch]
+    rows: list[tuple[int, int]]
     table: Any
-    places: list[slice | None]
+    places: list[slice]
     scales: int
     marked: int
-    blends: bool
 
 
-class Launches:
+class Launcher:
     """Quantizes many weights of a device, in one launch for all that have the same form.
 
     What depends on shapes and precisions alone is kept from call to call.
     """
 
     def __init__(self) -> None:
-        # For which jobs, and how they are launched: set at once, since threads may share it.
+        # What the plan is for, and the plan: set together, since threads may share them.
         self._planned: tuple[list[Any], _Plan] | None = None
         # What captured CUDA graphs read at each replay.
         self._captured: list[Tensor] = []
 
-    def __call__(
-        self, jobs: Sequence[Job], memory: Sequence[Tensor | None] = ()
-    ) -> Filled:
+    def __call__(self, jobs: Sequence[Job]) -> Results:
         """Quantize weights that are on one device, where kernels are available.
-
-        Args:
-            jobs: The weights.
-            memory: Contiguous memory of each result's dtype, which is written past
-                autograd; None, or no memory at all, has it made.
 
         Raises:
             torch.OutOfMemoryError: The device has no room for the results.
@@ -203,87 +196,79 @@ class Launches:
                 key,
                 _plan(jobs, [_form_that_works(job) for job in jobs]),
             )
-        return self._fill(jobs, memory or [None] * len(jobs), planned[1])
+        return self.run(jobs, planned[1])
 
-    def _fill(
-        self, jobs: Sequence[Job], memory: Sequence[Tensor | None], plan: _Plan
-    ) -> Filled:
+    def run(self, jobs: Sequence[Job], plan: _Plan) -> Results:
+        """Launch what is planned for jobs of these shapes and precisions.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no room for the results.
+        """
         device = jobs[0].weight.device
-        values: list[Tensor | None] = [None] * len(jobs)
-        scales = torch.empty(plan.scales, dtype=torch.float32, device=device)
+        results = Results(
+            [None] * len(jobs),
+            torch.empty(plan.scales, dtype=torch.float32, device=device),
+            plan.places,
+        )
         if not plan.rows:
-            return Filled(values, scales, plan.places)
+            return results
         # Copies live until the kernels that read them are launched.
-        weights = []
-        rows = []
-        for number, dtype, first in plan.rows:
-            job = jobs[number]
-            weight = job.weight
+        memory = []
+        for number, _ in plan.rows:
+            weight = jobs[number].weight
             # The kernel may read 16 bytes at once.
             if not weight.is_contiguous() or weight.data_ptr() % 16:
                 weight = weight.detach().clone(memory_format=torch.contiguous_format)
-                weights.append(weight)
-            out = memory[number]
-            # The interpreter writes another dtype.
-            if out is None or out.dtype != dtype:
-                out = torch.empty_like(weight, dtype=dtype)
-            values[number] = out
-            rows.append(_row(_Memory(weight, out, job.ratio), first))
-        table = self._table(jobs, plan, rows)
-        marks = _marks(plan.marked, device)
-        places: list[Any] = list(plan.places)
-        for launch in plan.launches:
-            form, items = launch.form, launch.items
+            values = torch.empty_like(weight, dtype=jobs[number].dtype)
+            results.values[number] = values
+            memory.append(_Memory(weight, values, jobs[number].ratio))
+        table = self._table(jobs, plan, memory)
+        marks = _marks(plan.marked, device) if plan.marked else None
+        for batch in plan.batches:
             try:
-                noise = launch.noise(jobs)
-                pointers = (None, None, None, noise, scales, marks)
-                _launch(form, len(items), table, items, *pointers, *[0] * 7)
+                noise = batch.noise(jobs)
+                pointers = (None, None, None, noise, results.scales, marks)
+                arguments = table, batch.items, *pointers, *[0] * 7
+                _launch(batch.form, len(batch.items), *arguments)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 self._planned = None
-                for number in launch.jobs:
-                    give_up(_variant(jobs[number], form, True), error)
-                    # Nobody is to take what is there for a scale that is not finite.
-                    scales[places[number]] = 1.0
-                    values[number] = places[number] = None
-        if kernels("triton").INTERPRETED.value:
-            for number, (job, made) in enumerate(zip(jobs, values, strict=True)):
-                if made is not None and made.dtype != job.dtype:
-                    out = memory[number]
-                    made = made.to(job.dtype)
-                    values[number] = made if out is None else out.data.copy_(made)
-        return Filled(values, scales, places)
+                for number in batch.jobs:
+                    _, length = _groups(jobs[number])
+                    variant = _variant(jobs[number], batch.form, length, True)
+                    give_up(variant, error)
+                    # What lies there must not look like a scale that is not finite.
+                    results.scales[results.places[number]] = 1.0
+                    results.values[number] = None
+        return results
 
-    def _table(self, jobs: Sequence[Job], plan: _Plan, rows: list[Any]) -> Tensor:
+    def _table(
+        self, jobs: Sequence[Job], plan: _Plan, memory: Sequence[_Memory]
+    ) -> Tensor:
         """The kernel's table on the device. The host does not wait for the copy."""
         device = jobs[0].weight.device
         is_cuda = device.type == "cuda"
         host = torch.empty(plan.table.shape, dtype=torch.int64, pin_memory=is_cuda)
         table = host.numpy()
         table[:] = plan.table
-        table[:, :4] = rows
-        if plan.blends:
-            blends = [jobs[number].blend for number, _, _ in plan.rows]
-            table[:, -1] = np.array(blends).view(np.int64)
+        blends = [jobs[number].blend for number, _ in plan.rows]
+        firsts = [first for _, first in plan.rows]
+        table[:, :4] = list(map(_row, memory, firsts))
+        table[:, -1] = np.array(blends, np.float64).view(np.int64)
         if is_cuda and torch.cuda.is_current_stream_capturing():
             self._captured.append(host)
         return host.to(device, non_blocking=True)
 
 
 def _row(memory: _Memory, first: int) -> tuple[int, int, int, int]:
-    """What is new in a row of the table at each call: addresses, and where the scales begin."""
+    """What a row of the table gets at each call: addresses, and where the scales begin."""
     weight, out, ratio = memory
     ratio_at = 0 if ratio is None else ratio.data_ptr()
     return weight.data_ptr(), out.data_ptr(), ratio_at, first
 
 
-def fake_quantize(weight: Tensor, bits: int, *grid: Grid, **how: Any) -> Tensor:
-    """Compute `quantizer.fake_quantize`, with the same arguments and results."""
-    return fake_quantize_with_scale(weight, bits, *grid, **how)[0]
-
-
-def fake_quantize_with_scale(
+def fake_quantize(
     weight: Tensor,
     bits: int,
     grid: Grid = _DEFAULT,
@@ -292,15 +277,15 @@ def fake_quantize_with_scale(
     seed: RoundingSeed = _FIRST,
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`quantizer.fake_quantize_with_scale`, with the same arguments and results.
+) -> Tensor:
+    """Compute `quantizer.fake_quantize`, with the same arguments and results.
 
     Raises:
         ValueError: Bits, grid or ratio do not fit the weight.
         torch.OutOfMemoryError: The device has no room for the result.
     """
     quantizer.check(weight, bits, grid, ratio)
-    return rounded(weight, grid.at(bits), ratio, seed, blend, dtype)
+    return rounded(weight, grid.at(bits), ratio, seed, blend, dtype)[0]
 
 
 def rounded(
@@ -311,39 +296,35 @@ def rounded(
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`quantizer.rounded`, with the same arguments and results.
+    """Compute `quantizer.rounded`, with the same arguments and results.
 
     Raises:
         torch.OutOfMemoryError: The device has no room for the result.
     """
     if available(weight.device):
         job = Job(weight, precision, ratio, seed, blend, dtype or weight.dtype)
-        form = _form(job)
+        _, length = _groups(job)
+        form = _form(job, length)
         if form is not None:
-            found = attempt(
-                _variant(job, form, False),
-                functools.partial(_is_right, job, form, False),
-                functools.partial(_alone, job, form),
-            )
+            variant = _variant(job, form, length, False)
+            found = attempt(variant, _is_right, _alone, job, form)
             if found is not None:
                 return found
     return quantizer.rounded(weight, precision, ratio, seed, blend, dtype)
 
 
-def _form(job: Job) -> _Form | None:
-    """What compiled kernel a job takes; None if the kernel is not for it."""
+def _form(job: Job, length: int) -> _Form | None:
+    """Which compiled kernel takes a job whose groups have a length; None if none does."""
     weight, precision, _, _, blend, dtype = job
-    if weight.dtype not in _DTYPES or dtype not in _DTYPES:
+    if weight.dtype not in DTYPES or dtype not in DTYPES:
         return None
     grid = precision.grid
     codes: str = precision.format
-    share = 1
+    tile, widest = TILE, WIDEST
     if not precision.is_uniform:
         codes = "binary" if precision.bits == 1 else "ternary"
-        share = 2
-    _, length = _groups(weight, grid)
-    tile = TILE // share
-    is_long = length > WIDEST // share
+        tile, widest = TILE // 2, WIDEST // 2
+    is_long = length > widest
     columns = tile if is_long else 1 << (length - 1).bit_length()
     return _Form(
         device=weight.device,
@@ -362,145 +343,135 @@ def _form(job: Job) -> _Form | None:
     )
 
 
-def _groups(weight: Tensor, grid: Grid) -> tuple[int, int]:
+def _groups(job: Job) -> tuple[int, int]:
     """How many groups a weight has, and their length."""
-    rows, columns = grid.shape(*weight.shape)
+    rows, columns = job.precision.grid.shape(*job.weight.shape)
     groups = rows * columns
-    return groups, weight.numel() // groups
+    return groups, job.weight.numel() // groups
 
 
-def _levels(precision: Precision, groups: int, length: int) -> tuple[int, ...]:
+def _sizes(job: Job) -> tuple[int, ...]:
     """Arguments of the kernel, `n_rows` to `length_bits`."""
-    levels = precision.low, precision.high, precision.top
-    return groups, length, *levels, length.bit_length()
+    groups, length = _groups(job)
+    precision = job.precision
+    ends = precision.low, precision.high, precision.top
+    return groups, length, *ends, length.bit_length()
 
 
-def _variant(job: Job, form: _Form, many: bool) -> tuple[Any, ...]:
-    """What is tried out: a form, how long groups are, and how it is launched."""
-    _, length = _groups(job.weight, job.precision.grid)
+def _variant(job: Job, form: _Form, length: int, many: bool) -> tuple[Any, ...]:
+    """What is tried out by itself: a form, a length of groups, and a way of launching."""
     return *form, _tried_length(length), job.precision.is_full, many
 
 
 def _tried_length(length: int) -> int:
-    """How long groups are that are tried out: of those that are taken in parts a few parts."""
+    """How long groups are when they are tried out; those that are taken in parts have a few parts."""
     return min(length, WIDEST + TILE + length % TILE)
 
 
-def _is_right(job: Job, form: _Form, many: bool) -> bool:
+def _is_right(job: Job, form: _Form, many: bool = False) -> bool:
     """Whether a variant gives the numbers of `quantizer`.
 
     It is tried on rows that are hard to round, as long as those at hand, so that nothing
     is compiled for it alone. Quotients are codes and the halves between them, which show
     an error of one bit.
     """
-    grid = replace(job.precision.grid, grouping=PerChannel())
-    precision = grid.at(job.precision.bits)
-    _, length = _groups(job.weight, job.precision.grid)
-    place = torch.arange(_tried_length(length), device=form.device)
-    steps = torch.tensor(
-        [[1.0], [-0.3], [7e-3], [-(2.0**-120)]],
-        dtype=torch.float32,
-        device=form.device,
-    )
+    precision, source = job.precision, job.weight
+    grid = replace(precision.grid, grouping=PerChannel())
+    _, length = _groups(job)
     low, high = min(precision.low, -1), max(precision.high, 1)
-    hard = (steps * (low + place % (2 * (high - low) + 1) / 2)).to(form.source)
-    ratio = None if job.ratio is None else steps.abs().clamp(0.2, 1.0)
-    hard_job = job._replace(weight=hard, precision=precision, ratio=ratio)
-    expected, _ = quantizer.rounded(*hard_job)
-    hard_form = cast(_Form, _form(hard_job))
+    place = torch.arange(_tried_length(length), device=source.device)
+    weight = hard_rows(low + place % (2 * (high - low) + 1) / 2, source.dtype)
+    ratio = None
+    if job.ratio is not None:
+        ratio = torch.full((4, 1), 0.3, dtype=torch.float32, device=source.device)
+        ratio[0] = 1.0
+    hard = job._replace(weight=weight, precision=grid.at(precision.bits), ratio=ratio)
+    expected, _ = quantizer.rounded(*hard)
     if not many:
-        return torch.equal(_alone(hard_job, hard_form)[0], expected)
-    plan = _plan([hard_job], [hard_form])
-    (found,) = Launches()._fill([hard_job], [None], plan).values
+        return torch.equal(_alone(hard, form)[0], expected)
+    (found,) = Launcher().run([hard], _plan([hard], [form])).values
     return found is not None and torch.equal(found, expected)
 
 
 def _form_that_works(job: Job) -> _Form | None:
-    form = _form(job)
+    _, length = _groups(job)
+    form = _form(job, length)
     if form is None:
         return None
-    is_right = functools.partial(_is_right, job, form, True)
-    return form if works_at(_variant(job, form, True), is_right) else None
+    variant = _variant(job, form, length, True)
+    return form if works_at(variant, _is_right, job, form, True) else None
 
 
 def _plan(jobs: Sequence[Job], forms: Sequence[_Form | None]) -> _Plan:
-    usable: list[tuple[int, Job, _Form]] = []
-    for number, (job, form) in enumerate(zip(jobs, forms, strict=True)):
-        if form is not None:
-            usable.append((number, job, form))
+    usable = [(number, form) for number, form in enumerate(forms) if form is not None]
     # The scales of groups that are taken in parts come first, as their marks do.
-    usable.sort(key=lambda each: not each[2].is_long)
-    places: list[slice | None] = [None] * len(jobs)
+    usable.sort(key=lambda each: not each[1].is_long)
+    places = [slice(0, 0)] * len(jobs)
     table = np.zeros((len(usable), 12), np.int64)
     rows = []
     scales = marked = 0
     drawn: Counter[_Form] = Counter()
-    launches: dict[Any, _Launch] = {}
-    for row, (number, job, form) in enumerate(usable):
-        groups, length = _groups(job.weight, job.precision.grid)
-        launch = launches.setdefault((form, drawn[form] // NOISE), _Launch(form))
-        launch.jobs.append(number)
+    batches: dict[Any, _Batch] = {}
+    for row, (number, form) in enumerate(usable):
+        groups, length, *_ = sizes = _sizes(jobs[number])
+        batch = batches.setdefault((form, drawn[form] // NOISE), _Batch(form))
+        batch.jobs.append(number)
         tiles = np.arange(form.tiles(groups, length))
-        launch.tiles.append(np.stack([np.full_like(tiles, row), tiles], 1))
-        table[row, 4] = launch.drawn
-        table[row, 5:11] = _levels(job.precision, groups, length)
+        batch.tiles.append(np.stack([np.full_like(tiles, row), tiles], 1))
+        table[row, 4:11] = batch.drawn, *sizes
         if form.stochastic:
-            launch.drawn += job.weight.numel()
-            drawn[form] += job.weight.numel()
-        rows.append((number, form.written, scales))
+            batch.drawn += groups * length
+            drawn[form] += groups * length
+        rows.append((number, scales))
         places[number] = slice(scales, scales + groups)
         scales += groups
         if form.is_long:
             marked = scales
-    blends = any(form.blends for _, _, form in usable)
-    return _Plan(list(launches.values()), rows, table, places, scales, marked, blends)
+    return _Plan(list(batches.values()), rows, table, places, scales, marked)
 
 
 def _alone(job: Job, form: _Form) -> tuple[Tensor, Tensor]:
     """Quantize one weight, whose addresses are arguments of the kernel."""
-    weight, precision, ratio, seed, blend, dtype = job
-    groups, length = _groups(weight, precision.grid)
+    weight, _, ratio, seed, blend, dtype = job
+    groups, length, *_ = sizes = _sizes(job)
     x = weight.detach().contiguous()
-    y = torch.empty_like(x, dtype=form.written)
+    y = torch.empty_like(x, dtype=dtype)
     scale = torch.empty(groups, 1, dtype=torch.float32, device=x.device)
     noise = quantizer.uniform(x, seed) if form.stochastic else None
-    marks = _marks(groups if form.is_long else 0, x.device)
+    marks = _marks(groups, x.device) if form.is_long else None
     (share,) = struct.unpack("q", struct.pack("d", blend))
     if ratio is not None:
         ratio = ratio.contiguous()
     pointers = (None, None, x, y, ratio, noise, scale, marks)
-    levels = _levels(precision, groups, length)
-    _launch(form, form.tiles(groups, length), *pointers, *levels, share)
-    return y.to(dtype), scale
+    _launch(form, form.tiles(groups, length), *pointers, *sizes, share)
+    return y, scale
 
 
-def _marks(groups: int, device: torch.device) -> Tensor | None:
-    """Memory for what is found of groups that are taken in parts, of which there may be none."""
-    if not groups:
-        return None
+def _marks(groups: int, device: torch.device) -> Tensor:
+    """Memory for what is found of groups that are taken in parts."""
     return torch.zeros(groups, 5, dtype=torch.int64, device=device)
 
 
 def _launch(form: _Form, programs: int, *arguments: Any) -> None:
     module = kernels("triton")
-    dtypes = module.DTYPES[form.source], module.DTYPES[form.written]
+    dtypes = module.DTYPES[form.source], module.DTYPES[form.dtype]
     # Without a limit ptxas spills for sm_100, so that more threads fit.
     options = {} if torch.version.hip else {"maxnreg": 64}
-    # Triton launches on the current device.
-    with torch.cuda.device(form.device if form.device.type == "cuda" else -1):
-        for step in form.steps:
-            module.fake_quantize_kernel[(programs,)](
-                *arguments,
-                *dtypes,
-                CODES=form.codes,
-                SYMMETRIC=form.symmetric,
-                BLENDS=form.blends,
-                STORED=form.stored,
-                BLOCK_ROWS=form.rows,
-                BLOCK_COLS=form.columns,
-                ALIGN=form.align,
-                STEP=step,
-                num_warps=form.warps,
-                enable_fp_fusion=False,
-                **options,
-            )
+    for step in form.steps:
+        launch(
+            module.fake_quantize_kernel,
+            programs,
+            form.device,
+            *arguments,
+            *dtypes,
+            CODES=form.codes,
+            SYMMETRIC=form.symmetric,
+            BLENDS=form.blends,
+            STORED=form.stored,
+            BLOCK_ROWS=form.rows,
+            BLOCK_COLS=form.columns,
+            ALIGN=form.align,
+            STEP=step,
+            num_warps=form.warps,
+            **options,
+        )

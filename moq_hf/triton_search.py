@@ -5,16 +5,15 @@ It can be imported without Triton and without a GPU: where the kernel does not r
 """
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from . import quantizer
 from .grid import Grid, PerChannel, Precision
-from .triton_launch import attempt, available, kernels
+from .triton_launch import DTYPES, attempt, available, hard_rows, kernels, launch
 
-_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _DEFAULT = Grid()
 _WARPS = 4
 # Threads of a program, the weights that each holds, and how many of them it reads at
@@ -33,10 +32,11 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
         ValueError: Bits or groups do not fit, or the grid is ternary or binary.
         torch.OutOfMemoryError: The device has no room.
     """
+    precision = grid.at(bits)
     if (
-        weight.dtype in _DTYPES
+        weight.dtype in DTYPES
         and weight.dim() == 2
-        and grid.at(bits).is_uniform
+        and precision.is_uniform
         and available(weight.device)
     ):
         shape = quantizer.check(weight, bits, replace(grid, stochastic=False))
@@ -47,14 +47,10 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
             x.shape[1],
             x.dtype,
             grid,
-            grid.at(bits).is_full,
-            grid.at(bits).is_fp4,
+            precision.is_full,
+            precision.is_fp4,
         )
-        found = attempt(
-            variant,
-            partial(_is_right, x, grid.at(bits)),
-            partial(_launch, x, grid.at(bits)),
-        )
+        found = attempt(variant, _is_right, _launch, x, precision)
         if found is not None:
             return found.view(shape)
     return quantizer.least_squares_ratio(weight, bits, grid)
@@ -64,22 +60,18 @@ def _is_right(x: Tensor, precision: Precision) -> bool:
     """Whether the kernel chooses as `quantizer` does for groups as long as those at hand."""
     length = x.shape[1]
     if length > LONGEST:
-        # As many parts as make a difference, the last one as it is.
+        # Two whole parts, and the last one as it is.
         length = 2 * LONGEST + length % LONGEST
     # Most of the weights are small, so that it pays to clip the others.
     place = torch.arange(4 * length, dtype=torch.float32, device=x.device)
-    hard = place.mul_(2.4).sin_().pow_(5).view(4, length)
-    hard *= torch.tensor([[1.0], [-0.3], [7e-3], [2.0**-120]], device=x.device)
-    hard = hard.to(x.dtype)
+    hard = hard_rows(place.mul_(2.4).sin_().pow_(5).view(4, length), x.dtype)
     grid = replace(precision.grid, grouping=PerChannel(), stochastic=False)
-    bits = precision.bits
-    expected = quantizer.least_squares_ratio(hard, bits, grid)
-    return torch.equal(_launch(hard, grid.at(bits)), expected)
+    expected = quantizer.least_squares_ratio(hard, precision.bits, grid)
+    return torch.equal(_launch(hard, grid.at(precision.bits)), expected)
 
 
 def _launch(x: Tensor, precision: Precision) -> Tensor:
     """Search the ratios `[groups, 1]` of groups `[groups, length]`."""
-    kernel = kernels("search").least_squares_kernel
     groups, length = x.shape
     ratios = _ratios_on(x.device, quantizer.ratios_of(precision.format))
     # As few threads as can hold a row read it.
@@ -90,37 +82,34 @@ def _launch(x: Tensor, precision: Precision) -> Tensor:
     best = torch.empty(groups, 1, dtype=torch.float32, device=x.device)
     sums = ends = None
     if parts > 1:
-        # Zero is between the ends.
-        ends = torch.stack(
-            [x.amin(1).clamp_(max=0), x.amax(1).clamp_(min=0)], 1
-        ).float()
+        ends = torch.stack(x.aminmax(dim=1), 1).float()
         size = groups, len(ratios)
         sums = torch.zeros(size, dtype=torch.int64, device=x.device)
-    # Triton launches on the current device.
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        kernel[(-(-groups // rows) * parts,)](
-            x,
-            best,
-            sums,
-            ends,
-            ratios,
-            groups,
-            length,
-            parts,
-            quantizer.error_exponent(length),
-            float(precision.low),
-            float(precision.high),
-            float(precision.top),
-            N_RATIOS=len(ratios),
-            SYMMETRIC=precision.grid.symmetric,
-            SCALE_DTYPE=precision.grid.scale_dtype,
-            FORMAT=precision.format,
-            BLOCK_ROWS=rows,
-            BLOCK_COLS=chunk,
-            CHUNKS=max(1, columns // chunk),
-            num_warps=_WARPS,
-            enable_fp_fusion=False,
-        )
+    launch(
+        kernels("search").least_squares_kernel,
+        -(-groups // rows) * parts,
+        x.device,
+        x,
+        best,
+        sums,
+        ends,
+        ratios,
+        groups,
+        length,
+        parts,
+        quantizer.error_exponent(length),
+        float(precision.low),
+        float(precision.high),
+        float(precision.top),
+        N_RATIOS=len(ratios),
+        SYMMETRIC=precision.grid.symmetric,
+        SCALE_DTYPE=precision.grid.scale_dtype,
+        FORMAT=precision.format,
+        BLOCK_ROWS=rows,
+        BLOCK_COLS=chunk,
+        CHUNKS=max(1, columns // chunk),
+        num_warps=_WARPS,
+    )
     return best if sums is None else _least(sums, ratios)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import inspect
 import io
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moq_hf import MoQCallback, MoQError, dequantize_model, quantize_model, quantizer, triton_launch, triton_quant
 from moq_hf.model.convert import check_scales, quant_layers
-from moq_hf.triton_quant import Filled, Job
+from moq_hf.triton_quant import Job, Results
 
 FIXED: dict[str, Any] = {"bits": 4, "group_size": 8}
 BERT: dict[str, Any] = {
@@ -38,24 +39,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     """The CPU has a kernel that makes many weights at once."""
     calls = Launched()
 
-    def launch(self: Any, jobs: list[Job], memory: list[Tensor | None]) -> Filled:
+    def launch(self: Any, jobs: list[Job]) -> Results:
         calls.append(len(jobs))
-        values: list[Tensor | None] = []
-        scales: list[Tensor] = []
-        places: list[slice | None] = []
-        for job, out in zip(jobs, memory, strict=True):
-            made, scale = quantizer.rounded(*job)
-            if out is not None:
-                # As a kernel does, past autograd.
-                out.data.copy_(made)
-                made = out
-            first = sum(map(len, scales))
-            scales.append(scale.flatten())
-            places.append(slice(first, first + len(scales[-1])))
-            values.append(made)
-        return Filled(values, torch.cat(scales), places)
+        values, scales = zip(*(quantizer.rounded(*job) for job in jobs), strict=True)
+        ends = [0, *itertools.accumulate(map(len, scales))]
+        return Results(
+            list(values), torch.cat(scales).flatten(), list(itertools.starmap(slice, itertools.pairwise(ends)))
+        )
 
-    monkeypatch.setattr(triton_quant.Launches, "__call__", launch)
+    monkeypatch.setattr(triton_quant.Launcher, "__call__", launch)
     monkeypatch.setattr(triton_launch, "_triton", lambda: ("cpu", ""))
     monkeypatch.setattr(triton_quant, "rounded", quantizer.rounded)
     return calls
@@ -89,6 +81,22 @@ def net() -> Any:
     return quantize_model(Net(), FIXED)
 
 
+def bert() -> Any:
+    torch.manual_seed(0)
+    return hf.BertForSequenceClassification(hf.BertConfig(**BERT))
+
+
+def evaluating_trainer(folder: Path, **more: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """A Trainer that has trained, and the data that it evaluates on."""
+    data = [{"input_ids": torch.randint(0, 60, (5,)), "labels": index % 2} for index in range(6)]
+    callback = MoQCallback({**FIXED, "prove": False})
+    trainer = hf.Trainer(
+        bert(), arguments(folder, max_steps=1, **more), train_dataset=data, eval_dataset=data, callbacks=[callback]
+    )
+    trainer.train()
+    return trainer, data
+
+
 def gradients(model: nn.Module) -> list[Tensor | None]:
     return [parameter.grad for parameter in model.parameters()]
 
@@ -105,9 +113,7 @@ def test_a_pass_is_one_launch_and_trains_as_layers_do_by_themselves(
     for alone in (False, True):
         if alone:
             without_kernel()
-        torch.manual_seed(0)
-        model = hf.BertForSequenceClassification(hf.BertConfig(**BERT))
-        quantize_model(model, {**FIXED, "embeddings": 8})
+        model = quantize_model(bert(), {**FIXED, "embeddings": 8})
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
         ids = torch.randint(0, 60, (3, 7), generator=torch.Generator().manual_seed(1))
         for step in range(3):
@@ -171,6 +177,19 @@ def test_gradients_have_memory_of_their_own(launched: Launched) -> None:
     assert torch.equal(grads[1], before)
 
 
+def test_under_autocast_the_gradient_comes_without_python() -> None:
+    layer = net().blocks[0][0]
+    how = {"ratio": layer.moq.ratio}
+    for dtype, node in ((torch.bfloat16, "UnsafeViewBackward0"), (torch.float32, "_StraightThroughBackward")):
+        quantized = layer.quantized_weight(dtype)
+        assert quantized.dtype == dtype and type(quantized.grad_fn).__name__ == node
+        assert torch.equal(
+            quantized, quantizer.fake_quantize(layer.float_weight, 4, layer.moq.grid, dtype=dtype, **how)
+        )
+        (gradient,) = torch.autograd.grad(quantized.pow(2).sum(), layer.float_weight)
+        assert torch.equal(gradient, 2 * quantized.float())
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_computes_anew_and_trains_the_same(
     launched: Launched, without_kernel: Callable[[], None], reentrant: bool
@@ -209,9 +228,7 @@ def test_it_is_differentiable_twice_and_by_torch_func(launched: Launched, withou
 
 
 def test_models_in_models_and_modules_called_alone(launched: Launched) -> None:
-    torch.manual_seed(0)
-    model = hf.BertForSequenceClassification(hf.BertConfig(**BERT))
-    quantize_model(model, FIXED)
+    model = quantize_model(bert(), FIXED)
     ids = torch.randint(0, 60, (3, 7))
     model(input_ids=ids)
     assert launched == [13]
@@ -320,9 +337,9 @@ def clamped(layer: Any) -> None:
     layer.weight.data.clamp_(-0.01, 0.01)
 
 
-def multiplied(layer: Any) -> None:
+def multiplied(layer: Any, name: str = "weight") -> None:
     with torch.no_grad():
-        layer.weight.mul_(0.5)
+        getattr(layer, name).mul_(0.5)
 
 
 @pytest.mark.parametrize("write", [clamped, multiplied])
@@ -360,13 +377,7 @@ def test_a_mask_in_a_hook_is_told(
 
 
 def test_a_trainer_evaluates_with_one_copy_and_forgets_it(launched: Launched, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = hf.BertForSequenceClassification(hf.BertConfig(**BERT))
-    data = [{"input_ids": torch.randint(0, 60, (5,)), "labels": index % 2} for index in range(6)]
-    args = arguments(tmp_path, max_steps=2, per_device_eval_batch_size=1)
-    callback = MoQCallback({**FIXED, "prove": False})
-    trainer = hf.Trainer(model, args, train_dataset=data, eval_dataset=data, callbacks=[callback])
-    trainer.train()
+    trainer, data = evaluating_trainer(tmp_path, per_device_eval_batch_size=1)
     for evaluate in (trainer.evaluate, lambda: trainer.predict(data)):
         launched.clear()
         evaluate()
@@ -377,7 +388,7 @@ def test_a_trainer_evaluates_with_one_copy_and_forgets_it(launched: Launched, tm
     launched.clear()
     with torch.no_grad():
         for _ in range(2):
-            model(data[0]["input_ids"][None])
+            trainer.model(data[0]["input_ids"][None])
     assert launched == [13, 13]
 
 
@@ -427,32 +438,6 @@ def test_tables_quantize_the_rows_that_are_looked_up(monkeypatch: pytest.MonkeyP
         assert torch.equal(table.weight.grad, wanted.grad)
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_whose_rows_are_no_rows_in_memory(
-    launched: Launched, without_kernel: Callable[[], None], hooked: bool, dtype: torch.dtype
-) -> None:
-    config = hf.GPT2Config(
-        n_embd=32, n_layer=2, n_head=2, vocab_size=60, n_positions=16, resid_pdrop=0.0, attn_pdrop=0.0
-    )
-    ids = torch.randint(0, 60, (2, 5))
-    found = []
-    for alone in (False, True):
-        if alone:
-            without_kernel()
-        torch.manual_seed(0)
-        model = quantize_model(hf.GPT2LMHeadModel(config), FIXED).eval()
-        if hooked:
-            for parameter in model.parameters():
-                parameter.register_hook(lambda grad: None)
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
-                model(ids, labels=ids).loss.backward()
-        found.append(gradients(model))
-    assert launched == [9, 9] or launched == [8, 8]
-    assert same(*found)
-
-
 def test_a_part_may_leave_the_quantized_model(launched: Launched) -> None:
     model, x = net(), torch.ones(3, 8)
     wanted = model(x)
@@ -493,20 +478,14 @@ def test_a_layer_that_is_called_after_an_interrupt_sees_what_has_changed(launche
 
 
 def test_a_model_may_be_evaluated_when_it_is_float_again(tmp_path: Path) -> None:
-    model = hf.BertForSequenceClassification(hf.BertConfig(**BERT))
-    data = [{"input_ids": torch.randint(0, 60, (5,)), "labels": index % 2} for index in range(4)]
-    callback = MoQCallback({**FIXED, "prove": False})
-    args = arguments(tmp_path, max_steps=1)
-    trainer = hf.Trainer(model, args, train_dataset=data, eval_dataset=data, callbacks=[callback])
-    trainer.train()
+    trainer, _ = evaluating_trainer(tmp_path)
     before = trainer.evaluate()["eval_loss"]
-    dequantize_model(model)
+    dequantize_model(trainer.model)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-5)
 
 
 def test_gpt_2_s_layer_takes_its_argument_by_name() -> None:
-    config = hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=60, n_positions=16)
-    layer: Any = quantize_model(hf.GPT2Model(config), FIXED).h[0].mlp.c_fc
+    layer: Any = quantize_model(gpt2(), FIXED).transformer.h[0].mlp.c_fc
     x = torch.randn(2, 32)
     assert torch.equal(layer(x=x), layer(x))
 
@@ -554,20 +533,11 @@ def test_a_hook_in_a_fresh_process_leaves_those_of_a_pickle_alone(launched: Laun
 
 
 def test_a_mask_on_experts_is_told() -> None:
-    config = hf.MixtralConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=60, num_local_experts=2,
-    )  # fmt: skip
-    model = quantize_model(hf.MixtralForCausalLM(config), FIXED)
+    model: Any = quantize_model(mixtral(), FIXED)
     experts = model.model.layers[0].mlp.experts
-    experts.register_forward_pre_hook(lambda module, args: multiplied_experts(module))
+    experts.register_forward_pre_hook(lambda module, args: multiplied(module, "gate_up_proj"))
     with pytest.raises(MoQError, match=r"a forward pre-hook has written to .*gate_up_proj"):
         model(torch.ones(1, 4, dtype=torch.long))
-
-
-def multiplied_experts(module: Any) -> None:
-    with torch.no_grad():
-        module.gate_up_proj.mul_(0.5)
 
 
 def test_what_no_pass_calls_may_hold_anything(launched: Launched) -> None:
@@ -584,8 +554,7 @@ def test_what_no_pass_calls_may_hold_anything(launched: Launched) -> None:
 
 
 def test_generate_is_described_as_the_model_s(launched: Launched) -> None:
-    config = hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=60, n_positions=16)
-    plain = hf.GPT2LMHeadModel(config)
+    plain = gpt2()
     expected = inspect.signature(plain.generate)
     quantized = quantize_model(plain, FIXED)
     assert inspect.signature(quantized.generate) == expected
@@ -597,7 +566,12 @@ def test_a_single_index_is_looked_up() -> None:
     assert torch.equal(model[0](torch.tensor(4)), model[0](torch.tensor([4]))[0])
 
 
-def mixtral() -> nn.Module:
+def gpt2(**more: Any) -> Any:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 60, "n_positions": 16}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **more)).eval()
+
+
+def mixtral() -> Any:
     config = hf.MixtralConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         vocab_size=60, num_local_experts=4, num_experts_per_tok=1,
@@ -610,21 +584,29 @@ def convolutions() -> nn.Module:
     return nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("make", [mixtral, convolutions])
+@pytest.mark.parametrize("make", [gpt2, mixtral, convolutions])
+@pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_of_more_than_two_dimensions(
-    launched: Launched, without_kernel: Callable[[], None], make: Callable[[], nn.Module], dtype: torch.dtype
+def test_weights_whose_rows_are_no_rows_in_memory(
+    launched: Launched,
+    without_kernel: Callable[[], None],
+    make: Callable[[], nn.Module],
+    hooked: bool,
+    dtype: torch.dtype,
 ) -> None:
-    inputs: Any = torch.randint(0, 60, (2, 5)) if make is mixtral else torch.randn(2, 3, 5, 5)
+    inputs: Any = torch.randn(2, 3, 5, 5) if make is convolutions else torch.randint(0, 60, (2, 5))
     found = []
     for alone in (False, True):
         if alone:
             without_kernel()
         torch.manual_seed(0)
         model = quantize_model(make(), bits=4, convolutions=make is convolutions)
+        if hooked:
+            for parameter in model.parameters():
+                parameter.register_hook(lambda grad: None)
         for _ in range(3):
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
                 output = model(inputs)
-            (output.logits if make is mixtral else output).float().square().sum().backward()
+            getattr(output, "logits", output).float().square().sum().backward()
         found.append(gradients(model))
     assert len(launched) == 3 and min(launched) >= 2 and same(*found)

@@ -83,8 +83,8 @@ IN_PLACE = {
     "torch.nn.Module._buffers": "training.measuring: neither could its buffers",
     "torch.nn.Module._modules": "model.convert: adapters could be merged into quantized layers",
     # `tl.max` and `tl.sum` are of the interpreter or of the compiler from Triton's import on.
-    "triton.language.standard._elementwise_max": "kernels.triton: TRITON_INTERPRET set later would not compute maxima",
-    "triton.language.standard._sum_combine": "kernels.triton: the same, of sums",
+    "triton.language.standard._elementwise_max": "kernels.arithmetic: maxima would not follow TRITON_INTERPRET",
+    "triton.language.standard._sum_combine": "kernels.arithmetic: the same, of sums",
 }
 
 # Files whose tests fail where these seams do not hold any more: run them too for a new version of a library.

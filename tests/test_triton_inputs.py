@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +11,14 @@ from on_triton import (
     DEVICE,
     FLOATS,
     INTERPRETED,
+    TARGETS,
+    break_part,
+    compiles,
     members_are_known,
     needs_triton,
     on_device,
-    quiet,
     run_interpreted,
+    silent_numpy,
     untried,
 )
 from torch import Tensor, nn
@@ -25,7 +28,7 @@ from moq_hf.grid import InputGrid, InputScale
 from moq_hf.inputs import InputObserver
 from moq_hf.model.convert import quant_layers
 
-__all__ = ["members_are_known", "quiet", "untried"]
+__all__ = ["compiles", "members_are_known", "silent_numpy", "untried"]
 
 SCALES: list[InputScale] = ["static", "per_tensor", "per_token", "per_block"]
 
@@ -176,9 +179,7 @@ def test_training_is_the_same_with_and_without_kernels(scale: InputScale) -> Non
 def test_a_wrong_part_of_a_kernel_is_found_at_first_use(
     scale: InputScale, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernels = triton_launch.kernels("inputs")
-    right = kernels._round
-    monkeypatch.setattr(kernels, "_round", lambda code: right(code + 1e-3))
+    break_part("inputs", "round_even", lambda right, code: right(code + 1e-3), monkeypatch)
     x = torch.randn(2, 3, 32)
     ours = observer(InputGrid(8, scale))
     for _ in range(2):
@@ -187,30 +188,13 @@ def test_a_wrong_part_of_a_kernel_is_found_at_first_use(
     assert record.levelno == logging.WARNING and "it gives other numbers than plain PyTorch" in record.message
 
 
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
-@pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 120, 32), ("hip", "gfx942", 64)])
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", ["round_all_kernel", "round_rows_kernel"])
-def test_they_compile_for_the_oldest_and_the_newest_gpus(
-    name: str, target: tuple[str, Any, int], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from moq_hf.kernels import inputs
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = getattr(inputs, name)
+def test_they_compile_for_the_oldest_and_the_newest_gpus(compiles: Callable[..., bool], name: str, target: Any) -> None:
     types = dict.fromkeys(("n_inputs", "turns", "n_rows", "n_cols", "features"), "i32")
     types |= {"X_ptr": "*bf16", "Y_ptr": "*bf16", "first_ptr": "*fp32", "observed_ptr": "*fp32", "pending_ptr": "*i32"}
-    constants: dict[str, Any] = {"last_ptr": None, "SCALE": "static", "BITS": 8, "LEAST": 0.0078125}
-    constants |= {"SCALE_DTYPE": "float32", "DTYPE": "float32", "BLOCK": 4096, "EVEN": False}
-    constants |= {"BLOCK_ROWS": 4, "BLOCK_COLS": 1024}
+    constants: dict[str, Any] = {"SCALE": "static", "BITS": 8, "LEAST": 0.0078125, "SCALE_DTYPE": "float32"}
+    constants |= {"DTYPE": "float32", "BLOCK": 4096, "EVEN": False, "BLOCK_ROWS": 4, "BLOCK_COLS": 1024}
     if name == "round_rows_kernel":
         constants |= {"SCALE": "per_token", "DTYPE": "bfloat16"}
-    signature = {each: types.get(each, "constexpr") for each in kernel.arg_names}
-    source = triton.compiler.ASTSource(
-        kernel, signature, {key: value for key, value in constants.items() if key in kernel.arg_names}
-    )
-    options = {"num_warps": 8, "enable_fp_fusion": False}
-    assert triton.compile(source, target=GPUTarget(*target), options=options).kernel
+    assert compiles(getattr(triton_launch.kernels("inputs"), name), target, types, constants)

@@ -6,7 +6,7 @@ The interpreter needs a process of its own, which `test_in_triton_s_interpreter`
 import contextlib
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -20,11 +20,14 @@ from on_triton import (
     DEVICE,
     FLOATS,
     INTERPRETED,
+    TARGETS,
+    break_part,
+    compiles,
     members_are_known,
     needs_triton,
     on_device,
-    quiet,
     run_interpreted,
+    silent_numpy,
     untried,
 )
 from repo import ROOT
@@ -35,9 +38,9 @@ from moq_hf import MoQConfig, quantize_model, quantizer, triton_launch, triton_q
 from moq_hf.grid import FP4, Format, Grid, Grouping, PerChannel, PerGroup, RowBlocks
 from moq_hf.quantizer import RoundingSeed
 from moq_hf.training.controller import MoQController
-from moq_hf.triton_quant import Job, Launches
+from moq_hf.triton_quant import Job, Launcher
 
-__all__ = ["members_are_known", "quiet", "untried"]
+__all__ = ["compiles", "members_are_known", "silent_numpy", "untried"]
 
 ALL_MODES = [*MODES, *HALF_MODES]
 SEED = RoundingSeed(2**35 + 7, 3, 9)
@@ -62,8 +65,8 @@ def is_same(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> 
 def agrees(weight: torch.Tensor, bits: int, grid: Grid, **how: Any) -> bool:
     """Whether the kernel was launched, and gives the values and scales of `quantizer`."""
     with noting_launches() as launched:
-        found = triton_quant.fake_quantize_with_scale(weight, bits, grid, **how)
-    expected = quantizer.fake_quantize_with_scale(weight, bits, grid, **how)
+        found = triton_quant.rounded(weight, grid.at(bits), **how)
+    expected = quantizer.rounded(weight, grid.at(bits), **how)
     return bool(launched) and all_work() and is_same(found, expected)
 
 
@@ -72,9 +75,9 @@ def all_work() -> bool:
     return all(works for variant, works in triton_launch.works.items() if "search" not in variant)
 
 
-def all_agree(jobs: list[Job], launches: Launches | None = None) -> bool:
+def all_agree(jobs: list[Job], launcher: Launcher | None = None) -> bool:
     """Whether all jobs of one call come to what `quantizer` makes of each, in memory of their own."""
-    filled = (launches or Launches())(jobs)
+    filled = (launcher or Launcher())(jobs)
     assert len({values.data_ptr() for values in filled.values}) == len(jobs)
     right = []
     for job, values, place in zip(jobs, filled.values, filled.places, strict=True):
@@ -109,7 +112,7 @@ def test_the_kernel_is_the_definition(mode: tuple[int, Grid], half: int) -> None
     # With NaN in one group the others stay as they are, and its scale tells of it.
     weight[3, 5] = [torch.nan, torch.inf, -torch.inf][case % 3]
     assert agrees(weight, bits, grid, **how)
-    scale = triton_quant.fake_quantize_with_scale(weight, bits, grid, **how)[1]
+    scale = triton_quant.rounded(weight, grid.at(bits), **how)[1]
     assert int((~scale.isfinite()).sum()) == 1
 
 
@@ -188,8 +191,8 @@ def test_what_the_kernel_does_not_take_is_for_plain_pytorch(monkeypatch: pytest.
     for dtypes in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
         job = Job(weight.to(dtypes[0]), Grid().at(8), dtype=dtypes[1])
         assert same_bits(triton_quant.rounded(*job)[0], quantizer.rounded(*job)[0])
-        filled = Launches()([job])
-        assert (filled.values, filled.places, len(filled.scales)) == ([None], [None], 0)
+        filled = Launcher()([job])
+        assert (filled.values, filled.places, len(filled.scales)) == ([None], [slice(0, 0)], 0)
 
 
 @on_device
@@ -266,13 +269,13 @@ def test_many_weights_of_every_grid_in_one_call() -> None:
 
 @on_device
 def test_what_has_one_form_is_one_launch_and_what_changes_is_seen(untried: None) -> None:
-    launches = Launches()
+    launcher = Launcher()
     shapes = [(6, 48), (3, 64), (200, 34), (5, 40)]
     jobs = [
         Job(torch.randn(shape, device=DEVICE), Grid(PerChannel()).at(bits))
         for shape, bits in zip(shapes, (3, 4, 8, 16), strict=True)
     ]
-    assert all_agree(jobs, launches)
+    assert all_agree(jobs, launcher)
     # Each pass has other memory; ratios, seeds and shares change on the way, bits now and then.
     ratio = torch.full((3, 1), 0.7, device=DEVICE)
     changed = [jobs[0], jobs[1]._replace(ratio=ratio), jobs[2]._replace(weight=jobs[2].weight * 2), jobs[3]]
@@ -281,12 +284,12 @@ def test_what_has_one_form_is_one_launch_and_what_changes_is_seen(untried: None)
     # Not where 16 bytes can be read at once.
     odd = [jobs[1]._replace(weight=torch.randn(193, device=DEVICE)[1:].view(3, 64))]
     for case in (odd, changed, blended, [job._replace(blend=job.blend / 2) for job in blended], fallen, jobs[:2]):
-        assert all_agree(case, launches)
+        assert all_agree(case, launcher)
     with noting_launches() as launched:
-        launches(jobs[:2])
+        launcher(jobs[:2])
         assert len(launched) == 1
         # Lengths of 34 and 40 cannot be read 16 bytes at a time.
-        Launches()(jobs)
+        Launcher()(jobs)
     assert len(launched) == 3
 
 
@@ -297,7 +300,7 @@ def test_random_numbers_of_a_launch_have_a_limit(monkeypatch: pytest.MonkeyPatch
     jobs = [Job(torch.randn(3, 32, device=DEVICE), grid.at(4), None, RoundingSeed(1, layer)) for layer in range(5)]
     assert all_agree(jobs)
     with noting_launches() as launched:
-        Launches()(jobs)
+        Launcher()(jobs)
     assert len(launched) == 3
 
 
@@ -324,12 +327,10 @@ def test_long_groups(length: int) -> None:
 
 
 @on_device
-def test_ternary_and_binary_scales_do_not_depend_on_the_order_of_weights() -> None:
+def test_sums_of_weights_of_any_size_in_any_order() -> None:
     weight = torch.randn(1, 1000, device=DEVICE) * torch.logspace(-30, 0, 1000, device=DEVICE)
     rows = torch.stack([weight[0, torch.randperm(1000)] for _ in range(6)])
-    for bits in (1, 2):
-        assert agrees(rows, bits, Grid(PerChannel()))
-        assert len(triton_quant.fake_quantize_with_scale(rows, bits, Grid(PerChannel()))[1].unique()) == 1
+    assert all(agrees(rows, bits, Grid(PerChannel())) for bits in (1, 2))
 
 
 @on_device
@@ -337,8 +338,8 @@ def test_a_launch_of_many_that_fails_leaves_its_jobs_and_no_others(
     untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     jobs = [Job(torch.randn(4, 24, device=DEVICE), Grid(PerChannel()).at(bits)) for bits in (8, 2, 4)]
-    launches, launch = Launches(), triton_quant._launch
-    assert all_agree(jobs, launches)
+    launcher, launch = Launcher(), triton_quant._launch
+    assert all_agree(jobs, launcher)
 
     def fails(form: Any, *arguments: Any) -> None:
         if form.codes == "int":
@@ -347,9 +348,9 @@ def test_a_launch_of_many_that_fails_leaves_its_jobs_and_no_others(
 
     monkeypatch.setattr(triton_quant, "_launch", fails)
     for _ in range(2):
-        filled = launches(jobs)
-        assert filled is not None and [values is None for values in filled.values] == [True, False, True]
-        assert [place is None for place in filled.places] == [True, False, True] and filled.scales.isfinite().all()
+        filled = launcher(jobs)
+        assert [values is None for values in filled.values] == [True, False, True]
+        assert filled.scales.isfinite().all()
         assert is_same([filled.values[1]], quantizer.rounded(*jobs[1])[:1])  # type: ignore[list-item]
     (record,) = caplog.records
     assert "KeyError" in record.message and "plain PyTorch computes in its place" in record.message
@@ -371,21 +372,16 @@ def test_the_default_dtype_changes_nothing(dtype: torch.dtype, untried: None) ->
 @pytest.mark.parametrize(
     ("function", "wrong"),
     [
-        ("_as_stored", lambda right, scale, dtype: right(scale * 1.01, dtype)),
-        ("_round", lambda right, y: right(y + 1e-3)),
-        ("_divide", lambda right, x, *divisor: right(x * 1.0000002, *divisor)),
+        ("as_stored", lambda right, scale, stored: right(scale * 1.01, stored)),
+        ("round_even", lambda right, x: right(x + 1e-3)),
+        ("divide", lambda right, x, *divisor: right(x * 1.0000002, *divisor)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_wrong_part_of_the_kernel_is_found_at_first_use(
     function: str, wrong: Any, untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from moq_hf.kernels import triton as kernels
-
-    if not kernels.INTERPRETED.value:
-        pytest.skip("a compiled kernel has its functions in it")
-    right = getattr(kernels, function)
-    monkeypatch.setattr(kernels, function, lambda *arguments: wrong(right, *arguments))
+    break_part("triton", function, wrong, monkeypatch)
     weight = torch.randn(6, 96)
     assert same_bits(triton_quant.fake_quantize(weight, 4), quantizer.fake_quantize(weight, 4))
     (record,) = caplog.records
@@ -401,38 +397,28 @@ def test_a_device_without_room_is_no_reason_to_give_the_kernel_up(
     monkeypatch.setattr(triton_launch, "_triton", lambda: ("cpu", ""))
     monkeypatch.setattr(triton_quant, "_launch", launch)
     job = Job(torch.randn(6, 8), Grid().at(8))
-    for run in (lambda: triton_quant.rounded(*job), lambda: Launches()([job])):
+    for run in (lambda: triton_quant.rounded(*job), lambda: Launcher()([job])):
         with pytest.raises(torch.OutOfMemoryError):
             run()
     assert not triton_launch.works
 
 
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
-@pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 120, 32), ("hip", "gfx942", 64), ("hip", "gfx1100", 32)])
+@pytest.mark.parametrize("target", [*TARGETS, ("hip", "gfx1100", 32)])
 @pytest.mark.parametrize(("many", "codes", "step"), [(False, "int", "all"), (True, "ternary", "round")])
 def test_it_compiles_for_the_oldest_and_the_newest_gpus(
-    target: tuple[str, Any, int], many: bool, codes: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiles: Callable[..., bool], target: Any, many: bool, codes: str, step: str
 ) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from moq_hf.kernels.triton import fake_quantize_kernel as kernel
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton.language as tl
-
+    kernel, dtypes = (
+        triton_launch.kernels("triton").fake_quantize_kernel,
+        list(triton_launch.kernels("triton").DTYPES.values()),
+    )
     types = {"X_ptr": "*fp32", "Y_ptr": "*bf16", "scale_ptr": "*fp32"}
     types |= dict.fromkeys(("n_rows", "n_cols", "low", "high", "farthest", "length_bits", "blend"), "i32")
     if many:
         types = {"table": "*i64", "items": "*i32", "scale_ptr": "*fp32", "marks_ptr": "*i64"}
-    constants = {"X_DTYPE": tl.float32, "Y_DTYPE": tl.bfloat16, "CODES": codes, "SYMMETRIC": True, "BLENDS": False}
+    constants = {"X_DTYPE": dtypes[0], "Y_DTYPE": dtypes[1], "CODES": codes, "SYMMETRIC": True, "BLENDS": False}
     constants |= {"STORED": "float32", "BLOCK_ROWS": 1, "BLOCK_COLS": 4096, "ALIGN": 16, "STEP": step}
-    constants |= {name: None for name in kernel.arg_names if name not in {**types, **constants}}
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    source = triton.compiler.ASTSource(kernel, signature, constants)
-    options = {"num_warps": 8, "enable_fp_fusion": False}
-    assert triton.compile(source, target=GPUTarget(*target), options=options).kernel
+    assert compiles(kernel, target, types, constants)
 
 
 @needs_triton

@@ -1,6 +1,7 @@
 """The search of clipping ratios by the kernel against `quantizer`'s."""
 
 import logging
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -9,11 +10,14 @@ from on_triton import (
     DEVICE,
     FLOATS,
     INTERPRETED,
+    TARGETS,
+    break_part,
+    compiles,
     members_are_known,
     needs_triton,
     on_device,
-    quiet,
     run_interpreted,
+    silent_numpy,
     untried,
 )
 from torch import Tensor, nn
@@ -22,7 +26,7 @@ from moq_hf import quantize_model, quantizer, triton_launch, triton_search
 from moq_hf.grid import Format, Grid, PerChannel, PerGroup, RowBlocks, ScaleDtype
 from moq_hf.model.convert import quant_layers
 
-__all__ = ["members_are_known", "quiet", "untried"]
+__all__ = ["compiles", "members_are_known", "silent_numpy", "untried"]
 
 GRIDS = [
     Grid(PerChannel(), symmetric=symmetric, full=full, scale_dtype=dtype)
@@ -154,9 +158,7 @@ def test_a_layer_searches_with_it_unless_told_not_to() -> None:
 def test_a_wrong_part_of_the_kernel_is_found_at_first_use(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernels = triton_launch.kernels("search")
-    right = kernels._nearest
-    monkeypatch.setattr(kernels, "_nearest", lambda x, *scale: right(x * 1.1, *scale))
+    break_part("search", "_nearest", lambda right, x, *scale: right(x * 1.1, *scale), monkeypatch)
     weight = torch.randn(6, 96)
     for _ in range(2):
         assert torch.equal(triton_search.least_squares_ratio(weight, 4), quantizer.least_squares_ratio(weight, 4))
@@ -164,24 +166,11 @@ def test_a_wrong_part_of_the_kernel_is_found_at_first_use(
     assert record.levelno == logging.WARNING and "it gives other numbers than plain PyTorch" in record.message
 
 
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
-@pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 120, 32), ("hip", "gfx942", 64)])
-def test_it_compiles_for_the_oldest_and_the_newest_gpus(
-    target: tuple[str, Any, int], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from moq_hf.kernels.search import least_squares_kernel as kernel
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_compiles_for_the_oldest_and_the_newest_gpus(compiles: Callable[..., bool], target: Any) -> None:
     types = {"X_ptr": "*bf16", "best_ptr": "*fp32", "ratios_ptr": "*fp32"}
     types |= dict.fromkeys(("n_groups", "n_cols", "parts", "h"), "i32")
     types |= dict.fromkeys(("low", "high", "farthest"), "fp32")
-    constants = {"sums_ptr": None, "ends_ptr": None, "N_RATIOS": 17, "SYMMETRIC": False, "SCALE_DTYPE": "bfloat16"}
-    constants |= {"FORMAT": "int", "BLOCK_ROWS": 32, "BLOCK_COLS": 16, "CHUNKS": 8}
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    source = triton.compiler.ASTSource(kernel, signature, constants)
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    assert triton.compile(source, target=GPUTarget(*target), options=options).kernel
+    constants = {"N_RATIOS": 17, "SYMMETRIC": False, "SCALE_DTYPE": "bfloat16", "FORMAT": "int"}
+    constants |= {"BLOCK_ROWS": 32, "BLOCK_COLS": 16, "CHUNKS": 8}
+    assert compiles(triton_launch.kernels("search").least_squares_kernel, target, types, constants, warps=4)

@@ -1,15 +1,20 @@
-"""The Triton kernels behind `triton_inputs`, which launches them; importing this module needs Triton.
-
-A launch must not fuse products with sums (`enable_fp_fusion=False`).
-"""
+"""The Triton kernels behind `triton_inputs`, which launches them; importing this module needs Triton."""
 
 import triton
 import triton.language as tl
 from triton.language import constexpr, float32, int32, int64
 
-from .triton import _MAGNITUDE, INTERPRETED, _bits, _largest, _load, _round
-
-_TINY = constexpr(2.0**-126)
+from .arithmetic import (
+    MAGNITUDE,
+    TINY,
+    as_dtype,
+    bits_as,
+    largest_of,
+    load,
+    nearest_code,
+    round_even,
+    store,
+)
 
 
 @triton.jit(do_not_specialize=["turns"])
@@ -33,28 +38,28 @@ def round_all_kernel(
 
     Args:
         X_ptr: Inputs `[n_inputs]`.
-        Y_ptr: Where rounded inputs go, in their dtype.
+        Y_ptr: Where rounded inputs go, in the same dtype.
         first_ptr: The running range, or the least input.
         last_ptr: The greatest input; None for a static scale.
         observed_ptr: The largest magnitude since the last step, float32, which is
             brought up to date; None where nothing is observed.
-        pending_ptr: int32 `[2]` of the launch itself, zeros before and after it: the bits
-            of the largest magnitude so far, and how many programs are through.
+        pending_ptr: int32 `[2]` for use during the launch, zeros before and after it: the
+            bits of the largest magnitude so far, and how many programs are done.
         n_inputs: Number of inputs.
         turns: Blocks of a program.
         SCALE: "static", "per_tensor" or "per_token".
         BITS: Bit width.
-        LEAST: The scale per token where all inputs are zeros.
-        SCALE_DTYPE: What a static scale is rounded to, by its name.
-        DTYPE: In what codes and products are computed, by its name.
+        LEAST: The scale of a token whose inputs are all zeros.
+        SCALE_DTYPE: Name of the dtype that a static scale is rounded to.
+        DTYPE: Name of the dtype in which codes and products are computed.
         BLOCK: Inputs of a block, a power of two.
     """
     low, high = _limits(SCALE, BITS)
     zero = 0.0
     if SCALE == "static":
-        least = 2.0**-24 if SCALE_DTYPE == "float16" else _TINY
+        least = 2.0**-24 if SCALE_DTYPE == "float16" else TINY
         scale = tl.maximum(tl.div_rn(tl.load(first_ptr), high), least)
-        scale = _rounded(scale, SCALE_DTYPE)
+        scale = as_dtype(scale, SCALE_DTYPE)
     else:
         first, last = tl.load(first_ptr).to(float32), tl.load(last_ptr).to(float32)
         if SCALE == "per_token":
@@ -64,23 +69,21 @@ def round_all_kernel(
             first = tl.where(first > 0, 0.0, first)
             span = tl.where(last < 0, 0.0, last) - first
             scale = tl.div_rn(span, high)
-            scale = tl.where(scale < _TINY, _TINY, scale)
-            zero = _round(tl.clamp(tl.div_rn(first * -1.0, scale), low, high))
+            scale = tl.where(scale < TINY, TINY, scale)
+            zero = nearest_code(tl.div_rn(first * -1.0, scale), low, high)
 
     biggest = tl.full([BLOCK], 0, int32)
     for turn in range(turns):
         block = (turn * tl.num_programs(0) + tl.program_id(0)).to(int64)
         place = block * BLOCK + tl.arange(0, BLOCK)
-        x = _load(X_ptr + place, place < n_inputs)
-        biggest = tl.maximum(biggest, _bits(x, int32) & _MAGNITUDE)
-        code = _rounded(tl.div_rn(x, scale), DTYPE)
+        x = load(X_ptr + place, place < n_inputs)
+        biggest = tl.maximum(biggest, bits_as(x, int32) & MAGNITUDE)
         # Whole numbers are added between the same limits before as after rounding.
-        code = _between(code, low - zero, high - zero)
-        code = _round(code)
+        y = _on_grid(x, scale, low - zero, high - zero, DTYPE)
         if SCALE == "per_tensor":
             # Adding and subtracting a zero point turns -0 into 0.
-            code = code + 0.0
-        _store(Y_ptr, place, n_inputs, _rounded(code * scale, DTYPE))
+            y = y + 0.0
+        store(Y_ptr + place, y, place < n_inputs)
 
     if observed_ptr is not None:
         # The last program knows the largest magnitude of all, and whether it counts.
@@ -89,7 +92,7 @@ def round_all_kernel(
         if tl.atomic_add(pending_ptr + 1, 1) == tl.num_programs(0) - 1:
             whole = tl.atomic_xchg(pending_ptr, 0)
             tl.atomic_xchg(pending_ptr + 1, 0)
-            newest = _bits(tl.where(whole < 0x7F800000, whole, 0), float32)
+            newest = bits_as(tl.where(whole < 0x7F800000, whole, 0), float32)
             tl.store(observed_ptr, tl.maximum(tl.load(observed_ptr), newest))
 
 
@@ -112,19 +115,19 @@ def round_rows_kernel(
 
     Args:
         X_ptr: Inputs `[tokens, features]`.
-        Y_ptr: Where rounded inputs go, in their dtype.
+        Y_ptr: Where rounded inputs go, in the same dtype.
         n_rows: Number of rows.
         n_cols: Inputs of a row; the last one of a token may have fewer.
         features: Inputs of a token.
         SCALE: "per_token" or "per_block".
         BITS: Bit width.
-        LEAST: The scale per token where all inputs are zeros.
-        DTYPE: In what codes and products are computed, by its name.
-        EVEN: Whether all rows are as long.
+        LEAST: The scale of a token whose inputs are all zeros.
+        DTYPE: Name of the dtype in which codes and products are computed.
+        EVEN: Whether all rows have the same length.
         BLOCK_ROWS: Rows of a program, a power of two.
         BLOCK_COLS: A power of two, at least `n_cols`.
     """
-    # Rows past the last are the last one again, and store what it stores.
+    # Rows past the end repeat the last row, and store the same.
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     row = tl.minimum(row, n_rows - 1)
     cols = tl.arange(0, BLOCK_COLS)[None, :]
@@ -136,19 +139,18 @@ def round_rows_kernel(
         first = row % blocks * n_cols
         start = (row // blocks).to(int64) * features + first
         end = tl.minimum(features - first, n_cols)
-    x = _load(X_ptr + start + cols, cols < end)
-    largest = _bits(_largest(_bits(x, int32) & _MAGNITUDE), float32)
+    x = load(X_ptr + start + cols, cols < end)
+    largest = bits_as(largest_of(bits_as(x, int32) & MAGNITUDE), float32)
     low, high = _limits(SCALE, BITS)
     if SCALE == "per_token":
         scale = _token_scale(largest, BITS, LEAST, DTYPE)
-        code = _rounded(tl.div_rn(x, scale), DTYPE)
-        y = _rounded(_round(_between(code, low, high)) * scale, DTYPE)
+        y = _on_grid(x, scale, low, high, DTYPE)
     else:
         # Its reciprocal must be finite.
-        largest = tl.where(largest < high * _TINY, high * _TINY, largest)
-        y = _round(x * (tl.div_rn(1.0, largest) * high))
+        largest = tl.where(largest < high * TINY, high * TINY, largest)
+        y = round_even(x * (tl.div_rn(1.0, largest) * high))
         y = y * tl.div_rn(largest, high)
-    _store(Y_ptr + start, cols, end, y)
+    store(Y_ptr + start + cols, y, cols < end)
 
 
 @triton.jit
@@ -163,33 +165,13 @@ def _limits(SCALE: constexpr, BITS: constexpr):
 @triton.jit
 def _token_scale(largest, BITS: constexpr, LEAST: constexpr, DTYPE: constexpr):
     """The scale of a token, as `inputs.token_scale`."""
-    scale = _rounded(tl.div_rn(largest, ((1 << BITS) - 1) * 0.5), DTYPE)
+    scale = as_dtype(tl.div_rn(largest, ((1 << BITS) - 1) * 0.5), DTYPE)
     return tl.where(scale == 0, LEAST, scale)
 
 
 @triton.jit
-def _between(x, low, high):
-    """Clip to limits; NaN stays."""
-    return tl.clamp(x, low, high, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _store(Y_ptr, cols, n_cols, y):
-    if INTERPRETED:
-        y = _rounded(y, Y_ptr.dtype.scalar.element_ty.name)
-    tl.store(Y_ptr + cols, y, mask=cols < n_cols)
-
-
-@triton.jit
-def _rounded(x, DTYPE: constexpr):
-    """Round to a dtype, by its name."""
-    if DTYPE == "float16" or DTYPE == "fp16":
-        return x.to(tl.float16).to(float32)
-    if DTYPE == "bfloat16" or DTYPE == "bf16":
-        if not INTERPRETED:
-            return x.to(tl.bfloat16).to(float32)
-        # The interpreter cuts off.
-        bits = _bits(x, int32)
-        rounded = _bits((bits + 0x7FFF + (bits >> 16 & 1)) & -65536, float32)
-        return tl.where(x == x, rounded, x)
-    return x
+def _on_grid(x, scale, low, high, DTYPE: constexpr):
+    """Codes times their scale; NaN stays."""
+    code = as_dtype(tl.div_rn(x, scale), DTYPE)
+    code = tl.clamp(code, low, high, propagate_nan=tl.PropagateNan.ALL)
+    return as_dtype(round_even(code) * scale, DTYPE)

@@ -1,21 +1,33 @@
 """The Triton kernel behind `triton_quant`, which launches it; importing this module needs Triton.
 
-The numbers are those of `quantizer`, bit for bit. A launch must not fuse products with
-sums (`enable_fp_fusion=False`): what is fused is written as `tl.fma`.
+The numbers are those of `quantizer`, bit for bit; see `arithmetic`.
 """
 
 import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, float32, float64, int32, int64, uint32
-from triton.language.extra import libdevice
 
-_MAGNITUDE = constexpr(0x7FFFFFFF)
-_EXPONENT = constexpr(0x7F800000)
-_TINY = constexpr(2.0**-126)
-INTERPRETED = constexpr(triton.knobs.runtime.interpret)
-# Numbers of a weight in the table, and of a long group in `marks_ptr`: the bits of its
-# largest and of its least number, its sum, and the sum and count above its threshold.
+from .arithmetic import (
+    EXPONENT,
+    TINY,
+    as_stored,
+    bits_as,
+    divide,
+    ends_of,
+    fp4_step,
+    load,
+    nearest_code,
+    range_of,
+    round_even,
+    store,
+    sum_of,
+    uniform_scale,
+    with_sign_of,
+)
+
+# How many numbers the table has for a weight, and `marks_ptr` for a long group: the bits
+# of its largest and of its least weight, its sum, and sum and count above its threshold.
 COLUMNS = constexpr(12)
 MARKS = constexpr(5)
 DTYPES = {
@@ -27,7 +39,13 @@ DTYPES = {
 
 @triton.jit(
     do_not_specialize=[
-        *("n_rows", "n_cols", "low", "high", "farthest", "length_bits", "blend")
+        "n_rows",
+        "n_cols",
+        "low",
+        "high",
+        "farthest",
+        "length_bits",
+        "blend",
     ]
 )
 def fake_quantize_kernel(
@@ -59,17 +77,17 @@ def fake_quantize_kernel(
 ):
     """`quantizer.rounded` of many weights, or of one: a row is a group, and a program takes a tile of one weight.
 
-    A tile is read once, and stays in registers. It holds whole rows; or it is a part of
-    one that is longer, and a launch for each STEP finds some more of what is to be known
-    of whole rows, in `marks_ptr`.
+    A tile is read once and stays in registers. It holds whole rows, or a part of a row
+    that is too long for that: then there is a launch for each STEP, and what has to be
+    known about the whole row is gathered in `marks_ptr`.
 
     Args:
         table: int64 `[weights, COLUMNS]`: the addresses of X, Y and clipping ratios (0:
             none), where in `scale_ptr` and `noise_ptr` those of the weight begin, and
-            the arguments from `n_rows` on, which are not given then. For one weight
-            None.
+            the arguments from `n_rows` on, which are not read then. None for a single
+            weight.
         items: int32 `[programs, 2]`: a weight's row in the table, and the number of the
-            tile in the weight. For one weight None: program i takes its tile i.
+            tile in the weight. None for a single weight: program i takes tile i.
         X_ptr: Weights `[n_rows, n_cols]`.
         Y_ptr: Where fake-quantized weights go, in any float dtype.
         ratio_ptr: float32 clipping ratios `[n_rows]`, or None.
@@ -81,19 +99,19 @@ def fake_quantize_kernel(
         n_cols: Weights of a group.
         low: The least code.
         high: The greatest code.
-        farthest: The code of a group's largest weight, negative where the least one is
-            that.
+        farthest: The code that a group's largest weight gets, see `Precision.top`;
+            negative for a full range.
         length_bits: The bit length of `n_cols`.
         blend: The bits of a float64, the share of the float weight in the result.
-        X_DTYPE: Of the weights.
-        Y_DTYPE: Of the results.
-        CODES: What codes are: "int", "mxfp4", "nvfp4", "ternary" or "binary".
-        SYMMETRIC: Whether they lie around zero.
+        X_DTYPE: Dtype of the weights.
+        Y_DTYPE: Dtype of the results.
+        CODES: Kind of codes: "int", "mxfp4", "nvfp4", "ternary" or "binary".
+        SYMMETRIC: Whether codes lie around zero.
         BLENDS: Whether the float weight has a share in the result.
-        STORED: What scales are rounded to, by its name.
-        BLOCK_ROWS: Rows of a tile, a power of two; 1 where it is a part of one.
+        STORED: How scales are stored, see `arithmetic.as_stored`.
+        BLOCK_ROWS: Rows of a tile, a power of two; 1 where it is a part of a row.
         BLOCK_COLS: Columns of a tile, a power of two.
-        ALIGN: What `n_cols` and the addresses in the table, in bytes, are multiples of.
+        ALIGN: Divides `n_cols`, and the addresses in the table, which count bytes.
         STEP: "all" where rows are whole; else "ends", "sum" (for ternary and binary
             codes), "above" (for ternary ones), and "round".
     """
@@ -125,7 +143,7 @@ def fake_quantize_kernel(
     length_bits = length_bits.to(int32)
 
     # The tile's first weight may lie beyond 2^31; within it 32 bits suffice. Rows past
-    # the last are the last one again, and store what it stores.
+    # the end repeat the last row, and store the same.
     tile = tile.to(int64)
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
@@ -143,7 +161,7 @@ def fake_quantize_kernel(
     places = rows * n_cols.to(int32) + cols
     inside = cols < n_cols - begin
     rows = row + rows
-    x = _load(X_ptr + start + places, inside)
+    x = load(X_ptr + start + places, inside)
     mark = None
     if STEP != "all":
         mark = marks_ptr + (scale_row + rows) * MARKS
@@ -158,147 +176,106 @@ def fake_quantize_kernel(
             if ratio_ptr is not None:
                 has_ratio = rows + ratios != rows
                 ratio = tl.load(ratio_ptr + rows, mask=has_ratio, other=1.0)
-            scale, bottom = _uniform_scale(x, mark, ratio, farthest, SYMMETRIC, STORED)
+            if mark is None:
+                top, bottom = ends_of(x)
+            else:
+                top, bottom = tl.load(mark).to(int32), tl.load(mark + 1).to(int32)
+            bottom, top = range_of(top, bottom, farthest, SYMMETRIC)
+            scale, bottom = uniform_scale(
+                bottom, top, ratio, farthest, SYMMETRIC, STORED
+            )
             noise = None
             if noise_ptr is not None:
-                noise = _load(noise_ptr + start + places, inside)
+                noise = load(noise_ptr + start + places, inside)
             y = _rounded(x, noise, scale, bottom, low, high, CODES, SYMMETRIC)
         if BLENDS:
-            share = _bits(blend.to(int64), float64)
+            share = bits_as(blend.to(int64), float64)
             y = y * (1.0 - share).to(float32) + x * share.to(float32)
-        tl.store(Y_ptr + start + places, y, mask=inside)
+        store(Y_ptr + start + places, y, inside)
         tl.store(scale_ptr + scale_row + rows, scale, mask=is_first)
 
 
 @triton.jit
 def _find(x, mark, n_cols, length_bits, IS_FEW: constexpr, STEP: constexpr):
-    """Add to the marks of a row what a part of it shows."""
+    """Add what a part of a row contributes to the marks of the row."""
     if STEP == "ends":
-        top, bottom = _ends(x, IS_FEW)
+        top, bottom = ends_of(tl.abs(x) if IS_FEW else x)
         tl.atomic_max(mark, top.to(int64), sem="relaxed")
         if not IS_FEW:
-            bottom = _bits(bottom, uint32).to(int64)
+            bottom = bits_as(bottom, uint32).to(int64)
             tl.atomic_max(mark + 1, bottom, sem="relaxed")
     else:
         top = tl.load(mark).to(int32)
         whole = _whole(x, top, length_bits)
         if STEP == "sum":
-            tl.atomic_add(mark + 2, _sum(whole), sem="relaxed")
+            tl.atomic_add(mark + 2, sum_of(whole), sem="relaxed")
         else:
             mean = _mean(tl.load(mark + 2), n_cols, top, length_bits)
-            is_above = tl.abs(x) > _threshold(mean)
-            whole = tl.where(is_above, whole, 0)
-            tl.atomic_add(mark + 3, _sum(whole), sem="relaxed")
-            tl.atomic_add(mark + 4, _sum(is_above.to(int64)), sem="relaxed")
+            total, count = _above(whole, tl.abs(x) > _threshold(mean))
+            tl.atomic_add(mark + 3, total, sem="relaxed")
+            tl.atomic_add(mark + 4, count.to(int64), sem="relaxed")
 
 
 @triton.jit
 def _address(place, DTYPE: constexpr):
-    """What is at an address, as an address of numbers."""
+    """Read the address of numbers from the table."""
     return tl.load(place).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
-def _load(X_ptr, inside):
-    """A tile as float32, zeros past the last column."""
-    return tl.load(X_ptr, mask=inside, other=0.0).to(float32)
-
-
-@triton.jit
-def _ends(x, IS_FEW: constexpr):
-    """The bits of the largest and of the least number of each row, or twice those of its largest magnitude.
-
-    The bits of positive numbers are in order as integers, those of negative ones are, by
-    magnitude, above all of them as integers without a sign, and NaN is beyond both.
-    """
-    if IS_FEW:
-        x = tl.abs(x)
-    top = _largest(_bits(x, int32))
-    return top, top if IS_FEW else _bits(_largest(_bits(x, uint32)), int32)
-
-
-@triton.jit
 def _few(x, mark, n_cols, length_bits, CODES: constexpr, STORED: constexpr):
-    """Ternary or binary rows, and their scales."""
+    """Quantize ternary or binary rows, and find their scales."""
     if mark is None:
-        top, _ = _ends(x, True)
+        top, _ = ends_of(tl.abs(x))
         whole = _whole(x, top, length_bits)
-        total = _sum(whole)
+        total = sum_of(whole)
     else:
         top = tl.load(mark).to(int32)
         total = tl.load(mark + 2)
     mean = _mean(total, n_cols, top, length_bits)
-    scale = tl.where(mean < _TINY, 0.0, mean)
+    scale = tl.where(mean < TINY, 0.0, mean)
     code = tl.where(x >= 0, 1.0, -1.0)
     if CODES == "ternary":
         is_above = tl.abs(x) > _threshold(mean)
         if mark is None:
-            total = _sum(tl.where(is_above, whole, 0))
-            count = _sum(is_above.to(int32))
+            total, count = _above(whole, is_above)
         else:
-            total = tl.load(mark + 3)
-            count = tl.load(mark + 4)
+            total, count = tl.load(mark + 3), tl.load(mark + 4)
         scale = _mean(total, count, top, length_bits)
-        scale = tl.where(mean < _TINY, 1.0, scale)
-        code = _signed(tl.where(is_above, 1.0, 0.0), x)
-    scale = _as_stored(scale, STORED)
+        scale = tl.where(mean < TINY, 1.0, scale)
+        code = with_sign_of(tl.where(is_above, 1.0, 0.0), x)
+    scale = as_stored(scale, STORED)
     return code * scale, scale
-
-
-@triton.jit
-def _uniform_scale(x, mark, ratio, farthest, SYMMETRIC: constexpr, STORED: constexpr):
-    """The scales of rows, and their least numbers, clipped."""
-    if mark is None:
-        top, bottom = _ends(x, False)
-    else:
-        top = tl.load(mark).to(int32)
-        bottom = tl.load(mark + 1).to(int32)
-    # Zero, where no number is negative. And `top` is below zero where no other is.
-    bottom = bottom & (bottom >> 31)
-    if SYMMETRIC:
-        size = bottom & _MAGNITUDE
-        top = tl.where(top >= size, top, tl.where(farthest < 0, bottom, size))
-    span = _bits(top, float32) * ratio
-    bottom = _bits(bottom, float32) * ratio
-    if not SYMMETRIC:
-        span = tl.where(span < 0, 0.0, span) - bottom
-    scale = tl.div_rn(span, farthest)
-    # Below the smallest normal number a group becomes zeros.
-    scale = tl.where(tl.abs(scale) < _TINY, 1.0, scale)
-    return _as_stored(scale, STORED), bottom
 
 
 @triton.jit
 def _rounded(
     x, noise, scale, bottom, low, high, CODES: constexpr, SYMMETRIC: constexpr
 ):
-    """What a tile becomes on a grid of equal steps, or of floats of four bits."""
-    # What is divided by: a power of two brings the scale's magnitude to between 2 and
-    # 4, so that no step of a division leaves the normal numbers, but for quotients that
-    # round to zero.
-    shift = _bits((_bits(scale, int32) & _EXPONENT) ^ _EXPONENT, float32)
+    """Round a tile to a grid of equal steps, or of floats of four bits."""
+    # A power of two brings the scale's magnitude to between 2 and 4, so that no step of
+    # a division leaves the normal numbers, except for quotients that round to zero.
+    shift = bits_as((bits_as(scale, int32) & EXPONENT) ^ EXPONENT, float32)
     divisor = tl.abs(scale) * shift
     inverse = tl.div_rn(1.0, divisor)
     if not SYMMETRIC:
         # The zero point is not added here, so the limits are lowered by it.
-        zero = _divide(-bottom, divisor, shift, inverse)
-        zero = _round(tl.clamp(zero, low, high))
+        zero = divide(-bottom, divisor, shift, inverse)
+        zero = nearest_code(zero, low, high)
         low, high = low - zero, high - zero
     elif noise is None:
         # Dividing by a negative scale's magnitude flips the codes, so the limits swap.
         low, high = tl.where(scale < 0, -high, low), tl.where(scale < 0, -low, high)
         scale = tl.abs(scale)
     if noise is None and CODES == "int":
-        code = _divide(x, divisor, shift, inverse)
+        code = divide(x, divisor, shift, inverse)
     else:
         # A weight that a scale of E4M3 clips can be too large for the shift.
         code = tl.div_rn(x, scale)
     if CODES == "int":
         code = _code(code, noise, low, high)
     else:
-        # Codes are 1, 2 or 4 apart.
-        far = tl.abs(code)
-        step = tl.where(far < 4, 1.0, tl.where(far < 8, 2.0, 4.0))
+        step = fp4_step(code)
         code = _code(tl.div_rn(code, step), noise, low, high)
         code = tl.clamp(code * step, low, high)
     # Adding and subtracting a zero point turns -0 into 0.
@@ -321,7 +298,7 @@ def _factors(top, length_bits):
 
 @triton.jit
 def _power_of_two(exponent):
-    return _bits((exponent + 127) << 23, float32)
+    return bits_as((exponent + 127) << 23, float32)
 
 
 @triton.jit
@@ -330,95 +307,29 @@ def _mean(total, count, top, length_bits):
     first, second = _factors(top, length_bits)
     total = total.to(float64) / first.to(float64) / second.to(float64)
     mean = (total / count.to(float64)).to(float32)
-    return tl.where(top < _EXPONENT, mean, _bits(top, float32))
+    return tl.where(top < EXPONENT, mean, bits_as(top, float32))
 
 
 @triton.jit
 def _threshold(mean):
-    """Of ternary magnitudes."""
-    return tl.where(mean < _TINY, float("inf"), mean * 0.7)
+    """The magnitude above which a ternary code is not 0."""
+    return tl.where(mean < TINY, float("inf"), mean * 0.7)
 
 
 @triton.jit
-def _signed(size, x):
-    """A magnitude with the sign of another number."""
-    return _bits(_bits(size, int32) | (_bits(x, int32) & ~_MAGNITUDE), float32)
-
-
-# `tl.max`, `tl.sum` and `tl.cdiv` would not follow TRITON_INTERPRET where it is set after the import.
-@triton.jit
-def _largest(tile):
-    return tl.reduce(tile, 1, tl.standard._elementwise_max, keep_dims=True)
-
-
-@triton.jit
-def _sum(tile):
-    return tl.reduce(tile, 1, tl.standard._sum_combine, keep_dims=True)
-
-
-@triton.jit
-def _bits(x, DTYPE: constexpr):
-    """The bits of numbers, or the numbers of bits."""
-    return x.to(DTYPE, bitcast=True)
-
-
-@triton.jit
-def _divide(x, divisor, shift, inverse):
-    """Compute x * shift / divisor, rounded to nearest, by Markstein's division.
-
-    The product with the inverse is corrected once, by what it is too much, which is
-    exact. In this order of signs a zero keeps its own.
-    """
-    x = x * shift
-    if INTERPRETED:
-        # Before Triton 3.9 the interpreter's `fma` rounds twice.
-        return tl.div_rn(x, divisor)
-    quotient = x * inverse
-    # Before Triton 3.9 -x is 0 - x, which has no -0.
-    excess = tl.fma(quotient, divisor, x * -1.0)
-    return tl.fma(excess * -1.0, inverse, quotient)
+def _above(whole, is_above):
+    """Add up and count what is above the threshold."""
+    return sum_of(tl.where(is_above, whole, 0)), sum_of(is_above.to(int32))
 
 
 @triton.jit
 def _code(y, noise, low, high):
     """Round to a whole number within limits: to nearest, or down after a random number is added."""
     if noise is None:
-        rounded = _round(tl.clamp(y, low, high))
+        rounded = nearest_code(y, low, high)
     else:
         y = tl.clamp(y + noise, low, high)
         # Triton's `floor` takes subnormal numbers for zeros.
-        rounded = _round(y)
+        rounded = round_even(y)
         rounded = tl.where(rounded > y, rounded - 1, rounded)
     return rounded
-
-
-@triton.jit
-def _round(y):
-    """Round half to even, with the sign of zero kept."""
-    if not INTERPRETED:
-        return libdevice.rint(y)
-    # The interpreter has no functions of devices; this is for |y| <= 2^22.
-    return _signed(tl.abs((y + 12582912.0) - 12582912.0), y)
-
-
-@triton.jit
-def _as_stored(scale, DTYPE: constexpr):
-    """Round scales to their dtype, as `quantizer._as_stored`; zeros, NaN and infinities stay."""
-    size = tl.abs(scale)
-    is_rounded = (size > 0) & (size <= 3.4028234663852886e38)
-    if DTYPE == "bfloat16":
-        # Half to even by hand: Triton's interpreter cuts off.
-        bits = _bits(tl.minimum(size, 3.3895313892515355e38), int32)
-        size = _bits((bits + 0x7FFF + (bits >> 16 & 1)) & -65536, float32)
-    if DTYPE == "float16":
-        size = tl.clamp(size, 2.0**-24, 65504.0).to(tl.float16).to(float32)
-    if DTYPE == "nvfp4":
-        size = tl.clamp(size * 256.0, 2.0**-9, 448.0)
-        # Numbers of E4M3 are an eighth of a power of two apart, and 2^-9 at least.
-        step = tl.maximum(_bits(_bits(size, int32) & _EXPONENT, float32), 2.0**-6)
-        size = _round(tl.div_rn(size, step) * 8) * step * 2.0**-11
-    if DTYPE == "mxfp4":
-        # From 1.75 of a power of two on, the sum has the next exponent.
-        raised = (_bits(size, int32) + (1 << 21)) & _EXPONENT
-        size = tl.minimum(_bits(raised, float32), 2.0**124)
-    return tl.where(is_rounded, tl.where(scale < 0, -size, size), scale)

@@ -59,22 +59,22 @@ def dequantize_model(
 ) -> nn.Module:
     """Make every quantized layer of `model` a plain one again, in place.
 
-    Does it too for a model that `from_pretrained` loaded from a delivered folder, so
-    that it can be trained on, or PEFT can put adapters on it. One whose weights are floats, as those of the layouts
-    "unpacked" and "floats", stays as it is.
+    It does so too for a model that `from_pretrained` loaded from a delivered folder, so
+    that it can be trained further, or PEFT can put adapters on it. A model whose weights
+    are floats, as in the layouts "unpacked" and "floats", stays as it is.
 
     Args:
         model: Any module.
-        weights: "quantized" writes what the forward pass used into the weights, so that
-            the model computes the same but for inputs, which nothing rounds any more;
+        weights: "quantized" writes into the weights what the forward pass used, so that
+            the model computes the same, except that nothing rounds inputs any more;
             "float" leaves the float weights that were trained.
 
     Returns:
         The model.
 
     Raises:
-        MoQError: `weights` is neither, the model has the layout "gemma", or what would
-            be written holds NaN or Inf.
+        MoQError: `weights` is neither of these, the model has the layout "gemma", or
+            NaN or Inf would be written.
 
     >>> from moq_hf import quantize_model
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
@@ -96,20 +96,19 @@ def dequantize_model(
     written: set[int] = set()
     for layer in layers.values():
         weight = layer.float_weight
-        # Layers may share it, and what is quantized twice may be something else.
+        # Layers may share it, and quantizing it twice may give something else.
         if weights == "quantized" and not weight.is_meta and id(weight) not in written:
             written.add(id(weight))
             with torch.no_grad():
                 weight.copy_(sharded_as(weight, layer.quantized_copy(weight.dtype)))
         layer.release()
     merge_adapters(model, False, adopts=weights == "quantized")
-    _tell_of_saves(model, False)
-    _watch_passes(model, None)
+    _attach(model, None)
     return given
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
-    """The quantized layers, tables, and experts by the names of their parameters, each once, in model order."""
+    """The quantized layers, tables and experts, by the names of their parameters, each once, in the model's order."""
     layers: dict[str, QuantizedWeight] = {}
     for name, module in named_modules(model):
         layers |= quantized_in(name, module)
@@ -134,7 +133,7 @@ def prepare_model(
 ) -> tuple[dict[str, QuantizedWeight], dict[str, QuantizedWeight]]:
     """Make the chosen layers quantized ones, at 32 bits for now, and all others plain ones.
 
-    Nothing that an earlier run set on a layer is left.
+    Nothing that an earlier run set on a layer remains.
 
     Returns:
         The layers of the schedule, experts among them, and the embedding tables, by
@@ -143,7 +142,7 @@ def prepare_model(
     weights = list(inventory.weights())
     kept = {*inventory.tied, *(name for name, *_ in weights)}
     for name, layer in quantized_layers(inventory.model).items():
-        # What watches a whole model, of which this one is a part, looks again.
+        # If this is part of a model that is quantized, too, that one looks for its layers again.
         layer.moq.passes.changes += 1
         if name not in kept:
             layer.release()
@@ -179,8 +178,7 @@ def prepare_model(
     _tell_of_saves_around(inventory.model, bool(quantized))
     for layer in quantized.values():
         layer.invalidate()
-    _tell_of_saves(inventory.model, bool(quantized))
-    _watch_passes(inventory.model, passes if quantized else None)
+    _attach(inventory.model, passes if quantized else None)
     layers = {name: quantized[name] for name in inventory.scheduled}
     return layers, {name: quantized[name] for name in inventory.embeddings}
 
@@ -189,16 +187,16 @@ class WatchedPasses:
     """Tells `PassWeights` when a forward pass of a module begins and when it ends, by the module's hooks.
 
     Args:
-        module: The outermost one of a prepared model, or a model of transformers in it,
-            which may be called alone.
-        passes: Shared by the model's layers.
+        module: A prepared model, or a model of transformers inside it, which may be
+            called alone.
+        passes: Those that the model's layers share.
     """
 
     def __init__(self, module: nn.Module, passes: PassWeights) -> None:
         self.module = module
         self.passes = passes
         self._find_blocks()
-        # Where a pickle is loaded they keep their numbers from other hooks.
+        # When a pickle is loaded, these keep other hooks from getting the same numbers.
         self.handles = (
             module.register_forward_pre_hook(self.begin, prepend=True),
             module.register_forward_hook(self.end, always_call=True),
@@ -209,52 +207,41 @@ class WatchedPasses:
         # A part may have been quantized by itself.
         own = {name: x for name, x in layers if x.moq.passes is self.passes}
         names = Inventory.of(self.module).blocks(own).values()
-        self.blocks: list[list[QuantizedWeight]] | None
-        self.blocks = [[own[name] for name in block] for block in names]
+        self._blocks = [[own[name] for name in block] for block in names]
         self._changes = self.passes.changes
 
     def __getstate__(self) -> dict[str, Any]:
         # A part of a model is copied without the layers around it.
-        return {**vars(self), "blocks": None}
+        return {**vars(self), "_blocks": [], "_changes": -1}
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """As a forward pre-hook."""
         if module is not self.module:
             # A replica of DataParallel has weights of its own.
             return
-        is_stale = self.blocks is None or self._changes != self.passes.changes
+        is_stale = self._changes != self.passes.changes
         if is_stale and not torch.compiler.is_compiling():
             self._find_blocks()
-        self.passes.begin(module, self.blocks or [])
+        self.passes.begin(module, self._blocks)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """As a forward hook."""
         self.passes.end(module, has_failed=output is None)
 
 
-def _watch_passes(model: nn.Module, passes: PassWeights | None) -> None:
-    """Have a model tell when its passes begin and end, instead of what it told before; None: not any more."""
-    for module in model.modules():
-        remove_forward_hooks(module, WatchedPasses)
-        if isinstance(vars(module).get("generate"), HeldGenerate):
-            del vars(module)["generate"]
-        if passes is None:
-            continue
-        if module is model or isinstance(module, PreTrainedModel):
-            WatchedPasses(module, passes)
-        if isinstance(module, PreTrainedModel) and module.can_generate():
-            vars(module).setdefault("generate", HeldGenerate(module, passes))
+class OwnMethod:
+    """A method that a model with quantized layers has in place of its class's.
 
-
-class HeldGenerate:
-    """The `generate` of a model with quantized layers: quantizes each weight once for all tokens.
-
-    It lies on the instance, as `FloatSaves` does.
+    It lies on the instance, so that the model keeps its class, and is no function, so
+    that copies and pickles of the model have one of their own.
     """
 
-    def __init__(self, model: nn.Module, passes: PassWeights) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.passes = passes
+
+
+class HeldGenerate(OwnMethod):
+    """The `generate` of a model with quantized layers: quantizes each weight once for all tokens."""
 
     @property
     def __func__(self) -> Any:
@@ -267,8 +254,61 @@ class HeldGenerate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the `generate` of the model's class."""
-        with self.passes.hold():
+        with _holding(self.model):
             return self.__func__(self.model, *args, **kwargs)
+
+
+class FloatSaves(OwnMethod):
+    """The `save_pretrained` of a model with quantized layers: says that what it writes are float weights."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the `save_pretrained` of the model's class."""
+        model: Any = self.model
+        result = type(model).save_pretrained(model, *args, **kwargs)
+        is_main_process = kwargs.get("is_main_process", True)
+        if is_main_process and is_quantized(model) and not saves_checkpoint():
+            is_adapted = without_peft(model) is not model or has_adapter(model)
+            logger.warning(
+                "moq_hf: save_pretrained wrote %s answer otherwise than the quantized model in memory; "
+                "save_quantized(model, folder) writes that one, as a run with MoQ does at its end",
+                "the adapters alone, which on float weights"
+                if is_adapted
+                else "the float weights, which",
+            )
+        return result
+
+
+def tells_of_saves(model: nn.Module) -> bool:
+    """Whether a model itself says that it saves float weights; a Trainer saves one of another class by itself."""
+    return "save_pretrained" in vars(pretrained(model))
+
+
+def _attach(model: nn.Module, passes: PassWeights | None) -> None:
+    """Give a model, and each part that is a model itself, the hooks and methods of one with quantized layers.
+
+    Args:
+        model: Which was prepared, or made a float one again.
+        passes: Hears of its passes, in place of those of an earlier run; None only
+            removes what is there.
+    """
+    for module in model.modules():
+        remove_forward_hooks(module, WatchedPasses)
+        attributes = vars(module)
+        if isinstance(attributes.get("generate"), HeldGenerate):
+            del attributes["generate"]
+        saves = FloatSaves
+        if isinstance(attributes.get("save_pretrained"), FloatSaves):
+            # A model that was loaded with a config has another one, and keeps it.
+            saves = type(attributes.pop("save_pretrained"))
+        if passes is None:
+            continue
+        is_model = isinstance(module, PreTrainedModel)
+        if is_model or module is model:
+            WatchedPasses(module, passes)
+        if is_model and cast(Any, module).can_generate():
+            attributes.setdefault("generate", HeldGenerate(module))
+        if is_model or without_peft(module) is not module:
+            attributes.setdefault("save_pretrained", saves(module))
 
 
 @contextlib.contextmanager
@@ -290,96 +330,58 @@ def hold_quantized(model: nn.Module) -> Iterator[None]:
     >>> with torch.no_grad(), hold_quantized(model):
     ...     answers = [model(torch.ones(1, 8)) for _ in range(3)]
     """
-    layers = quantized_layers(unwrapped(model)).values()
-    if not layers:
+    model = unwrapped(model)
+    if not quantized_layers(model):
         raise MoQError(
             "hold_quantized: no layer of the model is quantized, so there is nothing to hold"
         )
+    with _holding(model):
+        yield
+
+
+@contextlib.contextmanager
+def _holding(model: nn.Module) -> Iterator[None]:
+    layers = quantized_layers(model).values()
     with contextlib.ExitStack() as stack:
         for passes in {layer.moq.passes for layer in layers}:
             stack.enter_context(passes.hold())
         yield
 
 
-class FloatSaves:
-    """The `save_pretrained` of a model with quantized layers: says that what it writes are float weights.
-
-    It lies on the instance, so that the model keeps its class, and is no function, so
-    that copies and pickles of the model have one of their own.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the `save_pretrained` of the model's class."""
-        model: Any = self.model
-        result = type(model).save_pretrained(model, *args, **kwargs)
-        is_main_process = kwargs.get("is_main_process", True)
-        if is_main_process and is_quantized(model) and not saves_checkpoint():
-            is_adapted = without_peft(model) is not model or has_adapter(model)
-            logger.warning(
-                "moq_hf: save_pretrained wrote %s answer otherwise than the quantized model in memory; "
-                "save_quantized(model, folder) writes that one, as a run with MoQ does at its end",
-                "the adapters alone, which on float weights"
-                if is_adapted
-                else "the float weights, which",
-            )
-        return result
-
-
-def _tell_of_saves(model: nn.Module, tells: bool) -> None:
-    """Have each part of a model that `from_pretrained` can load say what it saves, as it did or as floats, or not."""
-    for module in model.modules():
-        attributes = vars(module)
-        kind = FloatSaves
-        if isinstance(attributes.get("save_pretrained"), FloatSaves):
-            kind = type(attributes.pop("save_pretrained"))
-        is_adapted = without_peft(module) is not module
-        if tells and (isinstance(module, PreTrainedModel) or is_adapted):
-            attributes.setdefault("save_pretrained", kind(module))
-
-
-def tells_of_saves(model: nn.Module) -> bool:
-    """Whether a model itself says that it saves float weights; a Trainer saves one of another class by itself."""
-    return "save_pretrained" in vars(pretrained(model))
-
-
 def check_finite(
     layers: Mapping[str, QuantizedWeight], *, gather: bool = False
 ) -> None:
-    """Stop if a weight holds NaN, Inf or what its format cannot, or becomes Inf on its grid; one wait for the device.
+    """Stop if a weight holds NaN, Inf or more than its format can, or becomes Inf on its grid; one wait for the device.
 
     Args:
-        layers: By name.
+        layers: The layers, by name.
         gather: Check whole weights, so that all processes must call this; otherwise
             check the parts that this process holds.
 
     Raises:
         MoQError: Names the parameters.
     """
-    found: dict[str, Tensor] = {}
-    for name, layer in layers.items():
+    found: list[tuple[QuantizedWeight, Tensor]] = []
+    for layer in layers.values():
         seen = layer.whole_weight() if gather else local_part(layer.float_weight)
         if layer.moq.bits == FLOAT_BITS or seen.is_meta or not seen.numel():
             continue
-        found[name] = torch.stack(seen.aminmax()).abs().amax().float()
+        found.append((layer, torch.stack(seen.aminmax()).abs().amax().float()))
     if not found:
         return
-    device = next(iter(found.values())).device
-    sizes = torch.stack([size.to(device) for size in found.values()]).tolist()
-    largest = dict(zip(found, sizes, strict=True))
-    _refuse(
-        [layers[n] for n, size in largest.items() if not size <= _most(layers[n].moq)]
-    )
+    device = found[0][1].device
+    sizes = torch.stack([size.to(device) for _, size in found]).tolist()
+    wrong: list[QuantizedWeight] = []
     near: list[tuple[QuantizedWeight, torch.dtype]] = []
-    for name, size in largest.items():
-        layer = layers[name]
+    for (layer, _), size in zip(found, sizes, strict=True):
         dtype = layer.moq.handed_dtype or layer.float_weight.dtype
-        # No grid reaches as far as twice the largest weight.
+        # No grid has codes beyond twice the largest weight.
         is_near = 2 * size > torch.finfo(dtype).max
-        if is_near and (gather or not is_gathered_per_pass(layer.float_weight)):
+        if not size <= _most(layer.moq):
+            wrong.append(layer)
+        elif is_near and (gather or not is_gathered_per_pass(layer.float_weight)):
             near.append((layer, dtype))
+    _refuse(wrong)
     _check_results(near)
 
 
@@ -389,38 +391,37 @@ def _most(state: LayerState) -> float:
 
 
 def check_scales(layers: Mapping[str, QuantizedWeight]) -> None:
-    """Stop if the weights of the last forward pass were not finite: `check_finite` a step later, for almost nothing.
+    """Stop if the weights of the last forward pass were not finite: as `check_finite`, a step later, at almost no cost.
 
     Raises:
         MoQError: Names the parameters.
     """
     by_state = {layer.moq: layer for layer in layers.values()}
-    scales: list[tuple[LayerState, Tensor]] = []
+    noted: list[tuple[Tensor, dict[LayerState, slice]]] = []
     for passes in {state.passes for state in by_state}:
-        # Those of a launch are in one buffer.
-        for buffer, places in passes.scales_of_launches():
-            if not (buffer.abs() <= min(map(_limit, places))).all():
-                scales += [
-                    (state, buffer[place])
-                    for state, place in places.items()
-                    if not state.awaits_call
-                ]
+        noted += passes.scales_of_launches()
     for state in by_state:
         if state.scale is not None and not state.scale.is_meta:
-            scales.append((state, state.scale))
-        # Each is checked once, and is not kept for the next step.
+            noted.append((state.scale.flatten(), {state: slice(None)}))
+        # It is checked once.
         state.scale = None
-    found: dict[tuple[torch.device, float], list[tuple[QuantizedWeight, Tensor]]] = {}
-    for state, scale in scales:
-        if state in by_state and state.bits != FLOAT_BITS:
-            key = scale.device, _limit(state)
-            found.setdefault(key, []).append((by_state[state], scale))
-    for (_, limit), own in found.items():
-        # A GPU launches a few kernels for all of them, and not some for each.
-        if (torch.cat([scale.flatten() for _, scale in own]).abs() <= limit).all():
+    by_device: dict[torch.device, list[tuple[Tensor, dict[LayerState, slice]]]] = {}
+    for scales, places in noted:
+        by_device.setdefault(scales.device, []).append((scales, places))
+    for those in by_device.values():
+        # All at once, so that a GPU launches few kernels.
+        together = torch.cat([scales for scales, _ in those])
+        limit = min(_limit(state) for _, places in those for state in places)
+        if (together.abs() <= limit).all():
             continue
-        _refuse([layer for layer, scale in own if not scale.isfinite().all()])
-        near = [layer for layer, scale in own if scale.abs().amax() > limit]
+        found = [
+            (by_state[state], scales[place])
+            for scales, places in those
+            for state, place in places.items()
+            if state in by_state and state.bits != FLOAT_BITS and not state.awaits_call
+        ]
+        _refuse([layer for layer, scale in found if not scale.isfinite().all()])
+        near = [x for x, scale in found if scale.abs().amax() > _limit(x.moq)]
         _check_results([(layer, layer.moq.dtype) for layer in near])
 
 
@@ -442,7 +443,7 @@ def _refuse(wrong: list[QuantizedWeight]) -> None:
 
 
 def _check_results(layers: Iterable[tuple[QuantizedWeight, torch.dtype]]) -> None:
-    """Stop if quantized weights, each in its dtype, are not finite; all processes that share a weight must ask.
+    """Stop if quantized weights, each in its dtype, are not finite; all processes that share a weight must call this.
 
     Raises:
         MoQError: Names the parameter.
@@ -453,7 +454,7 @@ def _check_results(layers: Iterable[tuple[QuantizedWeight, torch.dtype]]) -> Non
 
 
 def beyond(parameter: str, dtype: torch.dtype) -> str:
-    """What is wrong with finite weights that are Inf once they are quantized to a dtype."""
+    """The error for finite weights that become Inf when they are quantized to a dtype."""
     instead = "use bfloat16 or float32, or " if dtype == torch.float16 else ""
     return (
         f"{parameter} has weights so large that their places on the grid are beyond {torch.finfo(dtype).max:g}, the "
@@ -480,16 +481,9 @@ def check_bypassed_weights(layers: Mapping[str, QuantizedWeight]) -> None:
     for layer in layers.values():
         is_used = id(layer.float_weight) in used
         grad = layer.float_weight.grad
+        has_grad = not is_used and grad is not None and (local_part(grad) != 0).any()
         inputs = layer.moq.inputs
-        flags.append(
-            [
-                is_used,
-                not is_used
-                and grad is not None
-                and bool((local_part(grad) != 0).any()),
-                inputs is None or inputs.called,
-            ]
-        )
+        flags.append([is_used, bool(has_grad), inputs is None or inputs.called])
     first = next(iter(layers.values()))
     # Another process, with another part of the batch, may have used the layer.
     flags_of_all_ranks = largest_over_ranks(

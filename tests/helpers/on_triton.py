@@ -1,10 +1,12 @@
 """Where tests of kernels run: on a CUDA device, or in Triton's interpreter, which needs a process of its own."""
 
+import functools
 import importlib.util
 import inspect
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +34,7 @@ def run_interpreted(file: str, least: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+def silent_numpy() -> Iterator[None]:
     """Where a GPU computes NaN in silence, numpy in the interpreter warns."""
     with np.errstate(all="ignore"):
         yield
@@ -59,6 +61,46 @@ def members_are_known() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(interpreter, "_patch_builtin", patch_builtin)
         yield
+
+
+def break_part(kernel: str, function: str, wrong: Callable[..., Any], patched: pytest.MonkeyPatch) -> None:
+    """Have a part of a kernel, or of the arithmetic that all share, give other numbers.
+
+    Args:
+        kernel: The kernel's module.
+        function: Name of the part.
+        wrong: Computes in its place, given the right function and its arguments.
+        patched: Undoes it.
+    """
+    modules = [triton_launch.kernels(name) for name in ("arithmetic", kernel)]
+    if not modules[0].INTERPRETED.value:
+        pytest.skip("a compiled kernel has its functions in it")
+    for module in modules:
+        if hasattr(module, function):
+            patched.setattr(module, function, functools.partial(wrong, getattr(module, function)))
+
+
+TARGETS = [("cuda", 80, 32), ("cuda", 120, 32), ("hip", "gfx942", 64)]
+
+
+@pytest.fixture
+def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
+    """Whether a kernel compiles for a target, which need not be there; arguments without type and value are None."""
+    triton = pytest.importorskip("triton")
+    if INTERPRETED:
+        pytest.skip("nothing is compiled there")
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def compiles(kernel: Any, target: Any, types: dict[str, str], constants: dict[str, Any], warps: int = 8) -> bool:
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        values = {name: constants.get(name) for name in kernel.arg_names if name not in types}
+        source = triton.compiler.ASTSource(kernel, signature, values)
+        options = {"num_warps": warps, "enable_fp_fusion": False}
+        return bool(triton.compile(source, target=GPUTarget(*target), options=options).kernel)
+
+    return compiles
 
 
 @pytest.fixture
