@@ -8,7 +8,7 @@ from typing import NamedTuple
 from huggingface_hub import ModelCard
 
 from ..errors import MoQError, require
-from .onnx_layers import Flavor, Target, target_here
+from .onnx_rewrite import Flavor, Target, target_here
 
 # Of the second file of a large model; transformers.js, optimum and
 # text-embeddings-inference know it.
