@@ -282,7 +282,7 @@ class Reference:
         return Comparison(difference, agreement, self._metrics(rows))
 
     def _run(self) -> Tensor:
-        """Give the answers to all batches."""
+        """The answers to all batches."""
         with (
             torch.inference_mode(),
             explained(f"the checkpoint cannot answer the {self.compared}"),

@@ -54,7 +54,7 @@ from .onnx_rewrite import (
 logger = logging.getLogger(__name__)
 
 REPORT_NAME = "moq_export.json"
-# One file may not have 2 GB; what comes near is loaded faster from a file that is
+# A protobuf file may not have 2 GB, and a large one loads faster when its weights are
 # mapped.
 EXTERNAL_DATA_ABOVE = 10**9
 
@@ -355,7 +355,7 @@ def _check_integers(rewritten: Rewritten, flavor: Flavor) -> None:
 def onnx_runtime(
     path: Path, threads: int = 0
 ) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """Load a file in ONNX Runtime; gives what runs it on a batch and returns its first output.
+    """Load a file in ONNX Runtime; returns a function from a batch to the first output.
 
     Args:
         path: The file.
@@ -399,7 +399,7 @@ def openvino_runtime(
 def _check_cache(
     path: Path, model: Any, batch: Mapping[str, Tensor], tolerance: float
 ) -> None:
-    """Check that a decoder answers the last token from its cache as it does without one.
+    """Check that a decoder gives the same answer for the last token with its cache and without.
 
     Raises:
         MoQError: It does not.
@@ -421,7 +421,7 @@ def _check_cache(
 def _write_rest(
     folder: Path, checkpoint: Checkpoint, found: Export, tolerance: float
 ) -> None:
-    """Write the model's config, without its quantization, what prepares its inputs, and the report."""
+    """Write the config without its quantization, the tokenizer or image processor, and the report."""
     config = checkpoint.model.config
     large = {
         path.name.removesuffix(DATA_SUFFIX): 1

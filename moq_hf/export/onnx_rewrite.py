@@ -57,7 +57,7 @@ _INT16_MAX = 2**15 - 1
 _DOMAIN = "moq_hf"
 # Sizes of the blocks of MatMulNBits.
 _BLOCKS = (16, 32, 64, 128, 256)
-# Formulas in the text format of ONNX. 1 is float32, and 2 uint8.
+# Formulas in the text format of ONNX, whose number of float32 is 1.
 _CAST = "numbers = Cast <to = 1> (codes)"
 # A zero is added to the answers. It is element 0 of one, or where the sum is wrong
 # element 1, which fails.
@@ -117,10 +117,7 @@ _TENSOR_SCALE = """
   tiny = Constant <value_float = 1.1754943508222875e-38> ()
   step = Max (exact, tiny)
   magnitude = Neg (low)
-  place = Div (magnitude, step)
-  whole = Round (place)
-  clipped = Clip (whole, zero, steps)
-  middle = Cast <to = 2> (clipped)
+  middle = QuantizeLinear (magnitude, step)
 """
 
 
@@ -191,8 +188,8 @@ class Rewritten:
 
     Attributes:
         model: The model of onnx_ir.
-        stored: What each quantized layer is stored as: "int2", "int4", "int8", "uint8"
-            or "float". Nothing where the graph stays in float.
+        stored: What each quantized layer that is used is stored as: "int2", "int4",
+            "int8", "uint8" or "float". Nothing where the graph stays in float.
         rounded: How the inputs of the layers that multiply integers are rounded.
     """
 
@@ -204,8 +201,18 @@ class Rewritten:
 def unused_weights(program: torch.export.ExportedProgram) -> list[str]:
     """The names of the weights that no answer of a program depends on."""
     weights = program.graph_signature.inputs_to_parameters
-    unused = [node.name for node in program.graph.nodes if not node.users]
-    return [weights[name] for name in unused if name in weights]
+    used = {
+        weights[node.name]
+        for node in program.graph.nodes
+        if node.users and node.name in weights
+    }
+    # Of layers that share a weight, a program uses that of one.
+    shared = {program.state_dict[name].data_ptr() for name in used}
+    return [
+        name
+        for name in weights.values()
+        if program.state_dict[name].data_ptr() not in shared
+    ]
 
 
 def rewrite(
@@ -242,9 +249,11 @@ def rewrite(
     _keep_sums(model.graph)
     if any(form.saturates for form in forms.values()):
         _guard(model)
-    stored = {name: form.stored for name, form in forms.items()}
+    used = [name for name in layers if f"{name}.weight" not in traced.unused]
+    stored = dict.fromkeys(used, "float")
+    stored.update({name: form.stored for name, form in forms.items()})
     rounded = {name: form.grid for name, form in forms.items() if form.grid}
-    return Rewritten(model, dict.fromkeys(layers, "float") | stored, rounded)
+    return Rewritten(model, stored, rounded)
 
 
 class _Graph:
@@ -593,7 +602,7 @@ def _int8(weight: Quantized, step: Tensor, grid: InputGrid, target: Target) -> _
     return _Form(
         "int8" if is_signed else "uint8",
         parts,
-        _rounded(grid) + product,
+        f"{_rounded(grid)} {product}",
         grid,
         adds_bias=not is_per_token,
         saturates=is_signed and not is_exact,

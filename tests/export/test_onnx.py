@@ -204,19 +204,6 @@ def test_token_classes_asymmetric_groups_and_external_data(tmp_path: Path, monke
     assert {TensorProto.INT4, TensorProto.INT8} <= kinds
 
 
-def test_features_row_blocks_and_8_bit_activations(tmp_path: Path) -> None:
-    shape = {**DISTILBERT, "max_position_embeddings": 64}
-    config = config_of(quantize_groups=4, quantize_embeddings=8, quantize_type="asymmetric")
-    source = checkpoint(tmp_path / "packed", hf.DistilBertModel(hf.DistilBertConfig(**shape)), config, [8, 4])
-    found = export_onnx(source, tmp_path / "onnx", flavors=["int8", "weight-only"])
-    assert found.proofs["weight-only"].largest_difference < 1e-5
-    proof = found.proofs["int8"]
-    assert found.activation_bits == 8 and proof.agreement is None
-    assert from_same_arithmetic(source, found, "int8") < 1e-4 < proof.largest_difference
-    linears = {kind for name, kind in found.layers["int8"].items() if "embeddings" not in name}
-    assert linears == ({"uint8", "int8"} if target_here() == "avx2" else {"int8"})
-
-
 def test_a_difference_above_the_tolerance_is_refused(
     classifier: Path,
     exported: Export,
