@@ -1,6 +1,7 @@
 """`export_onnx`: a packed checkpoint as ONNX models with integer weights, and the proof that they answer the same."""
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -493,11 +494,17 @@ def traced(model: Any, example: Mapping[str, Tensor]) -> Traced:
         name: {0: "batch"} if tensor.dim() > 2 else {0: "batch", 1: "sequence"}
         for name, tensor in inputs.items()
     }
+    called: set[str] = set()
     cannot = f"torch.onnx.export cannot export {type(model).__name__}"
     with explained(cannot), torch.no_grad(), quiet(), contextlib.ExitStack() as tracing:
         if decoder.has_cache(model):
             given, names, dynamic = decoder.example_of(model, inputs["input_ids"])
             tracing.enter_context(decoder.with_cache(model))
+        with contextlib.ExitStack() as hooks:
+            for name, module in model.named_modules():
+                note = functools.partial(_note_call, called, name)
+                hooks.callback(module.register_forward_pre_hook(note).remove)
+            outputs = list(model(**given))
         try:
             program: Any = torch.onnx.export(
                 model,
@@ -505,7 +512,7 @@ def traced(model: Any, example: Mapping[str, Tensor]) -> Traced:
                 kwargs=given,
                 dynamic_shapes=dynamic,
                 input_names=names,
-                output_names=list(model(**given)),
+                output_names=outputs,
                 opset_version=OPSET,
                 dynamo=True,
                 optimize=False,
@@ -514,7 +521,11 @@ def traced(model: Any, example: Mapping[str, Tensor]) -> Traced:
         except torch.onnx.errors.OnnxExporterError as error:
             # Its own text is advice on how to report the fault.
             raise error.__cause__ or error from None
-    return Traced(program.model, unused_weights(program.exported_program))
+    return Traced(program.model, unused_weights(program.exported_program), called)
+
+
+def _note_call(called: set[str], name: str, *_: Any) -> None:
+    called.add(name)
 
 
 @contextlib.contextmanager

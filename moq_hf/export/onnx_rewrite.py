@@ -176,10 +176,13 @@ class Traced(NamedTuple):
     Attributes:
         model: The model of onnx_ir.
         unused: The weights that no answer depends on, which the graph does not have.
+        called: The layers that the model calls. Training rounds their inputs alone, and
+            not those of one whose weight the model reads.
     """
 
     model: Any
     unused: Collection[str]
+    called: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -240,7 +243,14 @@ def rewrite(
     graph = _Graph(model)
     layers = checkpoint.verified.layers
     forms = {
-        name: _replace(graph, name, layers[name], weight, flavor, rounding)
+        name: _replace(
+            graph,
+            name,
+            layers[name],
+            weight,
+            flavor,
+            rounding if name in traced.called else None,
+        )
         for name, weight in checkpoint.weights.items()
         if f"{name}.weight" not in traced.unused
     }

@@ -80,11 +80,14 @@ def test_layers_compute_what_training_does(
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_layer_without_a_range_multiplies_floats(linear: tuple[Layers, Traced]) -> None:
-    """As one that the model reads, and does not call."""
+@pytest.mark.parametrize("scale", ["static", "per_tensor"])
+def test_a_layer_that_is_not_called_multiplies_floats(scale: Any, linear: tuple[Layers, Traced]) -> None:
+    """As training does where a model reads the weight, as torch.nn.MultiheadAttention does. It has no range either."""
     layers, graph = linear
-    rounding = Rounding(InputGrid(8, "static"), {"0": 2.0}, "", "avx2")
-    rewritten = layers.rewritten(graph, "int8", rounding)
+    ranges = {"0": 2.0} if scale == "static" else {}
+    rounding = Rounding(InputGrid(8, scale), ranges, "", "avx2")
+    called = graph.called if ranges else ["0"]
+    rewritten = layers.rewritten(graph._replace(called=called), "int8", rounding)
     assert rewritten.rounded.keys() == {"0"}
     expected = products(layers.inputs, list(layers), list(layers.weights.values()))
     torch.testing.assert_close(layers.answers(rewritten)[1].double(), expected[1], rtol=1e-5, atol=1e-5)

@@ -77,7 +77,7 @@ class Layers(nn.ModuleList):
                 input_names=names,
                 dynamic_shapes=(({0: "batch"},) * len(names),),
             )
-        return Traced(program.model, unused_weights(program.exported_program))
+        return Traced(program.model, unused_weights(program.exported_program), self.weights)
 
     def rewritten(self, traced: Traced, flavor: Flavor, rounding: Rounding | None = None) -> Rewritten:
         """The graph with integers."""
