@@ -1,7 +1,6 @@
 """`export_onnx`: a packed checkpoint as ONNX models with integer weights, and the proof that they answer the same."""
 
 import contextlib
-import functools
 import importlib
 import logging
 import os
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..config import MoQConfig
 from ..errors import MoQError, check_choice, explained, require, write_json
@@ -494,17 +494,17 @@ def traced(model: Any, example: Mapping[str, Tensor]) -> Traced:
         name: {0: "batch"} if tensor.dim() > 2 else {0: "batch", 1: "sequence"}
         for name, tensor in inputs.items()
     }
-    called: set[str] = set()
+    called: set[nn.Module] = set()
     cannot = f"torch.onnx.export cannot export {type(model).__name__}"
     with explained(cannot), torch.no_grad(), quiet(), contextlib.ExitStack() as tracing:
         if decoder.has_cache(model):
             given, names, dynamic = decoder.example_of(model, inputs["input_ids"])
             tracing.enter_context(decoder.with_cache(model))
-        with contextlib.ExitStack() as hooks:
-            for name, module in model.named_modules():
-                note = functools.partial(_note_call, called, name)
-                hooks.callback(module.register_forward_pre_hook(note).remove)
+        hook = register_module_forward_pre_hook(lambda module, _: called.add(module))
+        try:
             outputs = list(model(**given))
+        finally:
+            hook.remove()
         try:
             program: Any = torch.onnx.export(
                 model,
@@ -521,11 +521,8 @@ def traced(model: Any, example: Mapping[str, Tensor]) -> Traced:
         except torch.onnx.errors.OnnxExporterError as error:
             # Its own text is advice on how to report the fault.
             raise error.__cause__ or error from None
-    return Traced(program.model, unused_weights(program.exported_program), called)
-
-
-def _note_call(called: set[str], name: str, *_: Any) -> None:
-    called.add(name)
+    layers = [name for name, module in model.named_modules() if module in called]
+    return Traced(program.model, unused_weights(program.exported_program), layers)
 
 
 @contextlib.contextmanager
