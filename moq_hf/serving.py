@@ -68,6 +68,7 @@ class Verdict:
 def verdict(model: Description, server: Server) -> Verdict:
     """What a server makes of a model.
 
+    >>> from moq_hf.servers import SGLANG
     >>> weight = WeightSpec("linear", (64, 128), 3, stored="packed")
     >>> model = Description("LlamaForCausalLM", {"model.layers.0.mlp.down_proj": weight})
     >>> print(verdict(model, SGLANG).reasons[0])

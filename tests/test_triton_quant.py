@@ -470,10 +470,11 @@ def test_a_compiled_model_sees_one_operator_with_a_straight_through_gradient() -
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
     quantize_model(model, {"quantize_bits": {"start_bits": 4, "target_bits": 4}})
     layer: Any = model[0]
+    (weight,) = layer.quantized_weights()
     compiled: Any = torch.compile(layer, backend=backend, fullgraph=True)
     x = torch.randn(5, 8)
     for bits in (8, 4, 3, 2, 1, 32):
-        layer.set_bits(bits)
+        weight.set_bits(bits)
         layer.weight.grad = None
         for run in (layer, lambda x: checkpoint(compiled, x, use_reentrant=False)):
             run(x).sum().backward()

@@ -97,7 +97,7 @@ def test_a_smaller_batch_after_running_out_of_memory_is_a_new_run(tmp_path: Path
         assert trainer.state.max_steps == 20
         runs.append(callback_of(trainer).controller)
         layers = quant_layers(trainer.model)
-        assert len(layers) == 13 and {type(layer) for layer in layers.values()} == {QuantLinear}
+        assert len(layers) == 13 and {type(layer.module) for layer in layers.values()} == {QuantLinear}
     retried, small = runs
     assert retried.has_arrived
     assert retried.schedule.state_dict() == small.schedule.state_dict() and retried.history == small.history
