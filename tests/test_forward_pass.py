@@ -177,17 +177,24 @@ def test_gradients_have_memory_of_their_own(launched: Launched) -> None:
     assert torch.equal(grads[1], before)
 
 
-def test_under_autocast_the_gradient_comes_without_python() -> None:
-    layer = net().blocks[0][0]
-    how = {"ratio": layer.moq.ratio}
-    for dtype, node in ((torch.bfloat16, "UnsafeViewBackward0"), (torch.float32, "_StraightThroughBackward")):
-        quantized = layer.quantized_weight(dtype)
-        assert quantized.dtype == dtype and type(quantized.grad_fn).__name__ == node
-        assert torch.equal(
-            quantized, quantizer.fake_quantize(layer.float_weight, 4, layer.moq.grid, dtype=dtype, **how)
-        )
-        (gradient,) = torch.autograd.grad(quantized.pow(2).sum(), layer.float_weight)
-        assert torch.equal(gradient, 2 * quantized.float())
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_gradients_of_a_layer_that_is_called_twice_are_summed_before_they_are_cast(
+    launched: Launched, without_kernel: Callable[[], None], has_kernel: bool
+) -> None:
+    if not has_kernel:
+        without_kernel()
+    model = net()
+    model.run = lambda block, x: block(block(x))
+    # So does a float model under autocast.
+    plain = dequantize_model(copy.deepcopy(model))
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    trained = []
+    for each in (plain, model, model):
+        each.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            each(x).float().pow(2).sum().backward()
+        trained.append(gradients(each))
+    assert same(trained[0], trained[1]) and same(trained[0], trained[2])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -979,20 +979,21 @@ def remove_forward_hooks(module: nn.Module, owner: type[Any]) -> None:
 def with_gradient_of(input: Tensor, values: Tensor) -> Tensor | None:
     """`values` as the result of an identity on `input`: the gradient passes straight through, without any Python.
 
-    They must have its shape and device, and memory of their own; a gradient is cast to
-    its dtype. None for a leaf of the same dtype, whose gradient would have memory that
-    others may have, too; and under tracing, transforms and dispatch modes, which record
-    operations and would see only the identity.
+    They must have its shape and device, and memory of their own. None for another dtype,
+    of which autograd would cast each gradient before it sums them, where a cast of the
+    input sums first; for a leaf, whose gradient would have memory that others may have,
+    too; and under tracing, transforms and dispatch modes, which record operations and
+    would see only the identity.
 
     Relies on: `aten::_unsafe_view`, whose result has a gradient and is no view for
-    autograd, so that it does not keep its input; `Tensor.data`, which takes other memory,
-    in another dtype too, and leaves the graph; and autograd, which casts a gradient to
-    the dtype that the result had at first.
+    autograd, so that it does not keep its input; and `Tensor.data`, which takes other
+    memory and leaves the graph.
     Breaks: Quantized weights and inputs would have no gradient, or keep what they were made of.
     """
     if (
         type(input) not in (Tensor, nn.Parameter)
-        or (input.is_leaf and input.requires_grad and input.dtype == values.dtype)
+        or input.dtype != values.dtype
+        or (input.is_leaf and input.requires_grad)
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or is_transformed()
