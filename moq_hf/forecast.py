@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def reached(self) -> bool:
-        """Whether every block is at its target when training ends."""
+        """True if every block is at its target when training ends."""
         return all(block.target_step <= self.total_steps for block in self.blocks)
 
     def __str__(self) -> str:

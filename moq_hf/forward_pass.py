@@ -412,7 +412,7 @@ def frames() -> Iterator[FrameType]:
 
 
 def is_running(module: nn.Module) -> bool:
-    """Whether this thread is inside a call of the module.
+    """True if this thread is inside a call of the module.
 
     The stack tells: a flag would not survive an interrupt from the keyboard.
     """

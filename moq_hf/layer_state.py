@@ -41,7 +41,7 @@ _FORWARD = ("forward", "compute_loss", "prediction_step")
 
 
 def in_forward() -> bool:
-    """Whether this thread is inside a module's forward pass, or recomputes one for checkpointing.
+    """True if this thread is inside a module's forward pass, or recomputes one for checkpointing.
 
     Read off the stack: a flag would have to be kept right through exceptions, threads,
     copies and wrappers.
@@ -65,7 +65,7 @@ def in_forward() -> bool:
 
 
 def in_pre_hook() -> bool:
-    """Whether the caller is a forward pre-hook of a module, or was called by one."""
+    """True if the caller is a forward pre-hook of a module, or was called by one."""
     called: Any = None
     for frame in frames():
         if frame.f_code is MODULE_CALL:
@@ -324,7 +324,7 @@ class LayerState:
         return self.read_dtype
 
     def may_be_made_ahead(self, weight: Tensor) -> bool:
-        """Whether a pass may make the quantized weight when it begins."""
+        """True if a pass may make the quantized weight when it begins."""
         if self.bits == FLOAT_BITS or self.config.kernel is False:
             return False
         # Gradients of a tied weight are added in the order of its uses, and a weight with
@@ -334,7 +334,7 @@ class LayerState:
         return self.may_be_traced_ahead(weight)
 
     def may_be_traced_ahead(self, weight: Tensor) -> bool:
-        """Whether a compiled graph may make the quantized weight at its head, whatever the bits are."""
+        """True if a compiled graph may make the quantized weight at its head, whatever the bits are."""
         # Shards are tensors of another class.
         if type(weight) not in (nn.Parameter, Tensor):
             return False

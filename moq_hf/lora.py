@@ -128,6 +128,6 @@ def _refuse_merging(*args: Any, **kwargs: Any) -> None:
 
 
 def is_merged(model: nn.Module) -> bool:
-    """Whether the adapters of a model are merged into its weights in each forward pass."""
+    """True if the adapters of a model are merged into its weights in each forward pass."""
     wrappers = adapted_layers(model).values()
     return any(isinstance(wrapper.forward, MergedLora) for wrapper in wrappers)

@@ -142,7 +142,7 @@ def plain_name(name: str, added: Iterable[str]) -> str | None:
 
 
 def is_below(name: str, *modules: str) -> bool:
-    """Whether a name is that of one of these modules or of something in it.
+    """True if a name is that of one of these modules or of something in it.
 
     >>> is_below("layer.1.query", "layer.1"), is_below("layer.11", "layer.1")
     (True, False)

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 def is_distributed() -> bool:
-    """Whether this process trains with others."""
+    """True if this process trains with others."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_partitioned(tensor: Tensor) -> bool:
-    """Whether ZeRO-3 partitions the parameter, which is whole only during a forward or backward pass, else empty."""
+    """True if ZeRO-3 partitions the parameter, which is whole only during a forward or backward pass, else empty."""
     return hasattr(tensor, ZERO_3)
 
 
 def is_gathered_per_pass(tensor: Tensor) -> bool:
-    """Whether an engine gathers the parameter for a forward pass: FSDP2 or ZeRO-3."""
+    """True if an engine gathers the parameter for a forward pass: FSDP2 or ZeRO-3."""
     return is_sharded(tensor) or is_partitioned(tensor)
 
 
@@ -44,7 +44,7 @@ def shape_of(tensor: Tensor) -> torch.Size:
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether the tensor is a DTensor: each process holds a part, as FSDP2 leaves parameters between passes."""
+    """True if the tensor is a DTensor: each process holds a part, as FSDP2 leaves parameters between passes."""
     return hasattr(tensor, "device_mesh")
 
 

@@ -152,7 +152,7 @@ class PrecisionSchedule:
 
     @property
     def at_target(self) -> bool:
-        """Whether every block has its target bits, and no float weight is blended in."""
+        """True if every block has its target bits, and no float weight is blended in."""
         return self.bits == self.targets and not any(self.blend.values())
 
     @property
@@ -168,7 +168,7 @@ class PrecisionSchedule:
 
     @property
     def is_choosing(self) -> bool:
-        """Whether `choose` must be called before the next `advance`."""
+        """True if `choose` must be called before the next `advance`."""
         return self.targets is None and bool(self.due())
 
     def choose(self, targets: Mapping[str, int]) -> None:
@@ -484,7 +484,7 @@ def offset_step_of(config: MoQConfig, total_steps: int | None) -> int:
 
 
 def begins_in_float(config: MoQConfig) -> bool:
-    """Whether a run that is long enough has steps before anything is quantized."""
+    """True if a run that is long enough has steps before anything is quantized."""
     return config.offset != 0 or config.budget is not None
 
 

@@ -71,7 +71,7 @@ def _features(observer: InputObserver, input: Tensor) -> int:
 
 
 def _is_right(observer: InputObserver, input: Tensor, observes: bool) -> bool:
-    """Whether the kernel gives the numbers of an observer for inputs that are hard to round."""
+    """True if the kernel gives the numbers of an observer for inputs that are hard to round."""
     features = _features(observer, input)
     # Codes and the halves between them.
     place = torch.arange(features or 511, device=input.device)

@@ -21,7 +21,7 @@ works: dict[tuple[Any, ...], bool] = {}
 
 
 def available(device: torch.device) -> bool:
-    """Whether kernels can run on a device.
+    """True if kernels can run on a device.
 
     True for CUDA devices with a Triton that is new enough, and for the CPU in Triton's
     interpreter (TRITON_INTERPRET=1 in the environment at the first call). Each variant
@@ -73,7 +73,7 @@ def kernels(name: str) -> ModuleType:
 def works_at(
     variant: tuple[Hashable, ...], is_right: Callable[..., bool], *arguments: Any
 ) -> bool:
-    """Whether a variant of a kernel works, found out at its first use.
+    """True if a variant of a kernel works, found out at its first use.
 
     Args:
         variant: What one compiled kernel is for; a device first.

@@ -369,7 +369,7 @@ def _tried_length(length: int) -> int:
 
 
 def _is_right(job: Job, form: _Form, many: bool = False) -> bool:
-    """Whether a variant gives the numbers of `quantizer`.
+    """True if a variant gives the numbers of `quantizer`.
 
     It is tried on rows that are hard to round, as long as those at hand, so that nothing
     is compiled for it alone. Quotients are codes and the halves between them, which show

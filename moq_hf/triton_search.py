@@ -57,7 +57,7 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
 
 
 def _is_right(x: Tensor, precision: Precision) -> bool:
-    """Whether the kernel chooses as `quantizer` does for groups as long as those at hand."""
+    """True if the kernel chooses as `quantizer` does for groups as long as those at hand."""
     length = x.shape[1]
     if length > LONGEST:
         # Two whole parts, and the last one as it is.

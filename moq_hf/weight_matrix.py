@@ -56,7 +56,7 @@ def from_rows(matrix: Tensor, kind: str, shape: Sequence[int]) -> Tensor:
 
 
 def is_experts(kind: str) -> bool:
-    """Whether a weight holds the matrices of several experts.
+    """True if a weight holds the matrices of several experts.
 
     >>> is_experts("experts_t"), is_experts("linear")
     (True, False)
@@ -65,7 +65,7 @@ def is_experts(kind: str) -> bool:
 
 
 def is_in_rows(kind: str) -> bool:
-    """Whether the matrix of a weight lies in memory as the weight does.
+    """True if the matrix of a weight lies in memory as the weight does.
 
     >>> is_in_rows("conv1d"), is_in_rows("experts")
     (False, True)

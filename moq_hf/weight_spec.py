@@ -137,12 +137,12 @@ class WeightSpec:
 
     @property
     def symmetric(self) -> bool:
-        """Whether there are no zero points."""
+        """True if there are no zero points."""
         return self.grid.symmetric
 
     @property
     def full(self) -> bool:
-        """Whether codes reach -2^(bits-1) and scales have a sign."""
+        """True if codes reach -2^(bits-1) and scales have a sign."""
         return self.precision.is_full
 
     @property

@@ -396,7 +396,7 @@ def test_sensitive_blocks_with_overrides_are_measured() -> None:
     [
         (
             {"*.layre.0.*": {"bits": 8}},
-            r"overrides: '\*.layre.0.\*' matches no layer .*near are bert\.encoder\.layer\.0",
+            r"overrides: '\*.layre.0.\*' matches no layer .*similar are bert\.encoder\.layer\.0",
         ),
         (
             {"classifier": {"bits": 8}},
@@ -411,7 +411,7 @@ def test_sensitive_blocks_with_overrides_are_measured() -> None:
             {"*": {"bits": 16}},
             r"overrides.\*.bits: 16 would quantize nothing; name layers .* in modules_to_not_convert",
         ),
-        ({"*": {"bits": 8}}, r"overrides.\*: means every layer; say it of all without overrides"),
+        ({"*": {"bits": 8}}, r"overrides.\*: matches every layer; set these for all layers, outside of overrides"),
         ({"query": {"group_size": 5}}, r"group_size 5 does not divide the weights of .*layer.\*.*features 16\) \(2\)"),
     ],
 )

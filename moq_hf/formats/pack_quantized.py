@@ -13,7 +13,7 @@ _WORD = 32
 
 
 def fits(spec: WeightSpec) -> bool:
-    """Whether a layer can be packed."""
+    """True if a layer can be packed."""
     return misfit(spec) is None
 
 

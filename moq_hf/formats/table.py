@@ -86,7 +86,7 @@ def needs_of(layout: LayoutSpec, placed: Collection[WeightSpec]) -> dict[str, st
 
 
 def has_gaps(width: int) -> bool:
-    """Whether words of 32 bits hold no whole number of codes.
+    """True if words of 32 bits hold no whole number of codes.
 
     >>> [width for width in range(2, 9) if has_gaps(width)]
     [3, 5, 6, 7]

@@ -51,7 +51,7 @@ def whole_of_partitions(parameter: Tensor) -> Tensor:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether Accelerate keeps a module's weights elsewhere between forward passes, as with `device_map`.
+    """True if Accelerate keeps a module's weights elsewhere between forward passes, as with `device_map`.
 
     Relies on: `_hf_hook` of a module, which is on the meta device then.
     Breaks: Training fails on the meta device, after the first step, with no word about

@@ -62,7 +62,7 @@ def around(body: nn.Module) -> nn.Module:
 
 
 def is_kept_at(place: str) -> bool:
-    """Whether a folder, or a repository of the Hub, holds a model of Sentence Transformers.
+    """True if a folder, or a repository of the Hub, holds a model of Sentence Transformers.
 
     Relies on: The file `CONFIG`.
     Breaks: See `around`.
@@ -114,7 +114,7 @@ def save_around(
 
 
 def saves_body() -> bool:
-    """Whether a model of Sentence Transformers is saving its transformers model just now.
+    """True if a model of Sentence Transformers is saving its transformers model just now.
 
     Relies on: `save` of the module that has the model, which calls its `save_pretrained`.
     Breaks: What `SentenceTransformer.save` writes of a model that was loaded with a

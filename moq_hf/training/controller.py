@@ -128,14 +128,14 @@ class MoQController:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the weights and inputs of every layer are at their target precision, with no blend left."""
+        """True if the weights and inputs of every layer are at their target precision, with no blend left."""
         return self.schedule.at_target and (
             self.rounds_inputs or not self.config.activations.enabled
         )
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether the inputs of quantized linear layers are rounded in the next forward pass."""
+        """True if the inputs of quantized linear layers are rounded in the next forward pass."""
         activation = self.config.activations
         return (
             activation.enabled
@@ -145,7 +145,7 @@ class MoQController:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the offset was reached; before it nothing is quantized."""
+        """True if the offset was reached; before it nothing is quantized."""
         return any(bits != FLOAT_BITS for bits in self.schedule.bits.values())
 
     def step(

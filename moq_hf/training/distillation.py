@@ -300,7 +300,7 @@ def switch_off_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
 
 
 def _is_dropout(module: nn.Module, name: str) -> bool:
-    """Whether an attribute is a share that is dropped, by its name: attention_dropout, resid_pdrop, layerdrop, ...
+    """True if an attribute is a share that is dropped, by its name: attention_dropout, resid_pdrop, layerdrop, ...
 
     Modules of Sentence Transformers save some; the modules inside of them drop.
     """
@@ -523,7 +523,7 @@ def check_hidden(model: nn.Module, config: DistillationConfig) -> None:
 
 
 def takes(model: nn.Module, name: str) -> bool:
-    """Whether a model's forward pass has an argument of that name, or takes any keyword argument."""
+    """True if a model's forward pass has an argument of that name, or takes any keyword argument."""
     kinds = inspect.signature(model.forward).parameters
     return name in kinds or any(
         kind.kind is kind.VAR_KEYWORD for kind in kinds.values()

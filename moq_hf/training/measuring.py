@@ -137,7 +137,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def is_fsdp2(module: nn.Module) -> bool:
-    """Whether `fully_shard` has wrapped a module."""
+    """True if `fully_shard` has wrapped a module."""
     return FSDP2 in (cls.__name__ for cls in type(module).__mro__)
 
 

@@ -319,14 +319,14 @@ def load_schedule(
 
 
 def has_begun(state: Mapping[str, Any]) -> bool:
-    """Whether a saved run, as from `MoQController.state_dict`, was at its offset or later."""
+    """True if a saved run, as from `MoQController.state_dict`, was at its offset or later."""
     return any(block[0] != FLOAT_BITS for block in state["schedule"]["blocks"].values())
 
 
 def is_replayed(
     state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]
 ) -> bool:
-    """Whether the config changed so that the current schedule must take the passed steps again."""
+    """True if the config changed so that the current schedule must take the passed steps again."""
     return bool(SCHEDULE_KEYS.intersection(changed) if has_begun(state) else changed)
 
 

@@ -87,7 +87,7 @@ def rows_of(inputs: Mapping[str, Any]) -> int:
 
 
 def can_split(inputs: Batch) -> bool:
-    """Whether every entry is a tensor with the examples along its first dimension, or a plain value."""
+    """True if every entry is a tensor with the examples along its first dimension, or a plain value."""
     rows = rows_of(inputs)
     return all(
         value.dim() > 0 and len(value) == rows

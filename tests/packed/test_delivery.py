@@ -554,7 +554,7 @@ def test_a_weight_that_is_used_past_its_layer_is_refused(tmp_path: Path, caplog:
     model = bert(Past)
     # Without the pooler's own call it is a weight whose layer nobody uses.
     model.bert.pooler.forward = lambda hidden: hidden[:, 0]
-    with pytest.raises(MoQError, match=r'past their quantization: bert\.pooler\.dense; .* "bert\.pooler\.dense"'):
+    with pytest.raises(MoQError, match=r'so not quantized: bert\.pooler\.dense; .* "bert\.pooler\.dense"'):
         train(model, tmp_path, remove_unused_columns=False)
     left = {**CONFIG, "modules_to_not_convert": ["bert.pooler.dense", "classifier"]}
     model = bert(Past)
@@ -616,7 +616,7 @@ def test_nothing_to_compare_is_no_proof(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Odd, "answer", staticmethod(lambda logits: {"text": "fine"}))
     model = quantize_model(bert(Odd), FIXED)
     save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
-    assert str(verify_quantized(tmp_path).proof) == "Not verified: the model gives no tensor to compare"
+    assert str(verify_quantized(tmp_path).proof) == "Not verified: the model returns no tensor to compare"
 
 
 def test_nothing_of_an_older_model_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
