@@ -72,7 +72,7 @@ def test_inputs_stay_in_float_and_a_run_says_so() -> None:
     controller = MoQController(model, config)
     assert "6 linear layers and 1 convolution in 2 blocks" in controller.summary()
     assert "the inputs of linear layers to 8 bits" in controller.summary()
-    assert "activation_quantization is of linear layers: the inputs of convolutions stay in float" in "\n".join(
+    assert "activation_quantization is for linear layers: the inputs of convolutions stay in float" in "\n".join(
         controller.warnings()
     )
     projection = model.vit.embeddings.patch_embeddings.projection
