@@ -1,6 +1,6 @@
 """`InputObserver.quantize` as one launch of a Triton kernel, with the same numbers, bit for bit.
 
-It can be imported without Triton and without a GPU: where the kernels do not run, the
+It can be imported without Triton and without a GPU: if the kernels do not run, the
 observer computes. For a scale of a whole call PyTorch finds the range first.
 """
 
@@ -16,10 +16,10 @@ from .inputs import InputObserver
 from .seams.transformers import is_transformed
 from .triton_launch import DTYPES, attempt, available, hard_rows, kernels, launch
 
-# Inputs of a block, and how many programs share all blocks.
+# Inputs of a block, and the number of programs that share all blocks.
 _BLOCK = 4096
 _PROGRAMS = 1024
-# Inputs of a program that holds whole rows, or more where one row is longer.
+# Inputs of a program that holds whole rows, or more if one row is longer.
 _TILE = 4096
 LONGEST = 32_768
 
@@ -61,7 +61,7 @@ def quantize(observer: InputObserver, input: Tensor, training: bool) -> Tensor |
 
 
 def _features(observer: InputObserver, input: Tensor) -> int:
-    """Inputs of a token, or 0 where all of a call share a scale."""
+    """The number of inputs of a token, or 0 if all inputs of a call share a scale."""
     scale = observer.grid.scale
     if scale == "per_block":
         return input.shape[-1]
@@ -71,7 +71,7 @@ def _features(observer: InputObserver, input: Tensor) -> int:
 
 
 def _is_right(observer: InputObserver, input: Tensor, observes: bool) -> bool:
-    """True if the kernel gives the numbers of an observer for inputs that are hard to round."""
+    """True if the kernel gives the same numbers as an observer for inputs that are hard to round."""
     features = _features(observer, input)
     # Codes and the halves between them.
     place = torch.arange(features or 511, device=input.device)

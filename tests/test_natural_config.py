@@ -400,7 +400,7 @@ def test_sensitive_blocks_with_overrides_are_measured() -> None:
         ),
         (
             {"classifier": {"bits": 8}},
-            "'classifier' matches no layer that is quantized; near .* output heads need quantize_heads",
+            "'classifier' matches no layer that is quantized; similar .* output heads need quantize_heads",
         ),
         ({"*word_embeddings*": {"bits": 8}}, "tables have the bits of quantize_embeddings"),
         (

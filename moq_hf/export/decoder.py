@@ -22,12 +22,12 @@ _PAST = "past_key_values"
 
 
 def _cache_name(forward: Callable[..., Any]) -> str:
-    """What a forward pass and its outputs call the cache: `cache` from transformers 5.24 on."""
+    """The name of the cache in a forward pass and its outputs: `cache` from transformers 5.24 on."""
     return "cache" if "cache" in inspect.signature(forward).parameters else _PAST
 
 
 def has_cache(model: Any) -> bool:
-    """True if a model generates text with nothing beside it, and so is exported with its cache."""
+    """True if a model generates text from text alone, and so is exported with its cache."""
     return bool(
         model.main_input_name == "input_ids"
         and model.can_generate()
@@ -63,7 +63,7 @@ class _WithCache:
 
 @contextlib.contextmanager
 def with_cache(model: Any) -> Iterator[None]:
-    """In it the model's forward pass is the one with the cache as tensors."""
+    """Within this context the model's forward pass has the cache as tensors."""
     cls = type(model)
     model.__class__ = type(cls.__name__, (_WithCache, cls), {})
     try:
@@ -75,10 +75,10 @@ def with_cache(model: Any) -> Iterator[None]:
 def example_of(
     model: Any, input_ids: Tensor
 ) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
-    """What a decoder is traced with, after the first half of these tokens `[batch, sequence]`.
+    """The inputs for tracing a decoder, with the first half of these tokens `[batch, sequence]` in its cache.
 
     Returns:
-        The inputs, their names in the graph, and which of their sizes may change.
+        The inputs, their names in the graph, and the dimensions that may change.
     """
     batch = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     tensors = inputs_after(model, batch, input_ids.shape[1] // 2)
@@ -101,7 +101,7 @@ def example_of(
 def inputs_after(
     model: Any, batch: Mapping[str, Tensor], past: int
 ) -> dict[str, Tensor]:
-    """The inputs of a model's graph; of a decoder's where this many of a batch's tokens are in the cache."""
+    """The inputs of a model's graph; a decoder's has this many of the batch's tokens in the cache."""
     if not has_cache(model):
         return dict(batch)
     ids = batch["input_ids"]
@@ -114,7 +114,7 @@ def inputs_after(
         attention_mask=mask[:, :seen],
         position_ids=positions[:, :seen],
         use_cache=True,
-        # One that the model makes drops what lies before a sliding window.
+        # A cache made by the model would drop tokens before a sliding window.
         **{name: DynamicCache()},
     )
     inputs = {
@@ -141,7 +141,7 @@ def arrays(inputs: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def last_with_cache(model: Any, session: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """The answers at the last token `[batch, vocabulary]`, where all before it comes from the cache of the graph."""
+    """The answers at the last token `[batch, vocabulary]`, with all earlier tokens in the cache of the graph."""
     earlier = {name: tensor[:, :-1] for name, tensor in batch.items()}
     _, *present = session.run(None, arrays(inputs_after(model, earlier, 0)))
     last = arrays(inputs_after(model, batch, batch["input_ids"].shape[1] - 1))

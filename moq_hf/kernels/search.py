@@ -47,16 +47,17 @@ def least_squares_kernel(
     """`quantizer.least_squares_ratio`: a row is a group, and a program holds BLOCK_ROWS of them, or a part of one.
 
     Weights stay in registers, in chunks that give each thread whole vectors of one row.
-    So few threads share a row, each computes few scales, and sums need little exchange.
+    So a row is shared by few threads, each computes few scales, and sums need little
+    exchange.
 
     Args:
         X_ptr: Weights `[n_groups, n_cols]`.
-        best_ptr: Where the ratios go, float32 `[n_groups]`; None where a group has parts.
+        best_ptr: Where the ratios go, float32 `[n_groups]`; None if groups have parts.
         sums_ptr: Where the sums of parts are added, int64 `[n_groups, N_RATIOS]`, or
             None.
         ends_ptr: The least and the greatest weight of groups that have parts, float32
             `[n_groups, 2]`, or None.
-        ratios_ptr: The ratios to try, float32, from the largest on.
+        ratios_ptr: The ratios to try, float32, from the largest down.
         n_groups: Number of groups.
         n_cols: Weights of a group.
         parts: Parts of a group.

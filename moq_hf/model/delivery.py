@@ -1,4 +1,4 @@
-"""What a run will deliver, and what the servers that the config names make of that, before the first step."""
+"""Forecasts what a run will deliver, and whether the servers that the config names will take it."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,14 +24,15 @@ _PACKED = LAYOUTS["packed"]
 
 
 def check_served(inventory: Inventory, config: MoQConfig) -> None:
-    """Check that the servers in `serve` will take what a run delivers at its target precision.
+    """Check that the servers in `serve` will take the model that a run delivers at its target precision.
 
     Args:
-        inventory: With the layers that the config quantizes.
-        config: What will be done to them.
+        inventory: The inventory, with the layers that the config quantizes.
+        config: The run's config.
 
     Raises:
-        MoQError: One will not: each reason with its layers, and what would be served.
+        MoQError: One will not; gives each reason with its layers, and what would be
+            served.
     """
     lines = []
     for bits in config.targets:
@@ -47,7 +48,7 @@ def check_served(inventory: Inventory, config: MoQConfig) -> None:
 
 
 def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
-    """What a user of these servers should know before the first step."""
+    """Notes for users of these servers, for before the first step."""
     model = describe(inventory, config, config.targets[0])
     servers = [NAMED[name] for name in dict.fromkeys(config.serve)]
     lines = []
@@ -63,7 +64,7 @@ def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
 
 
 def inputs_in_words(inventory: Inventory, config: MoQConfig) -> str:
-    """What the delivered folder computes with where training rounds the inputs of layers."""
+    """Say whether the delivered folder rounds inputs of layers as training does, in words."""
     for bits in config.targets:
         fault = _float_inputs(inventory, config, bits)
         if fault is not None:
@@ -101,14 +102,14 @@ def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | N
     if is_unpacked:
         return "transformers unpacks a model of its kind while loading"
     if has_lora:
-        return "PEFT's LoRA wants the weights of packed layers, which are unpacked while loading for it"
+        return "PEFT's LoRA needs the weights of packed layers, which are therefore unpacked while loading"
     if packed and inventory.table_bits and inventory.table_bits < 8:
         return "tables of fewer than 8 bits are unpacked while loading"
     return None
 
 
 def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, WeightSpec]:
-    """How each quantized weight will be delivered, by name; scheduled ones with a choice of bits end at these."""
+    """The specs of all quantized weights as they will be delivered, by name; where bits are chosen, at these."""
     specs = {}
     for name, module, parameter, kind in inventory.weights():
         own = config.of(name)
@@ -143,7 +144,7 @@ def _saved(inventory: Inventory, name: str) -> str:
 
 
 def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
-    """Describe the model as it will be delivered if scheduled layers end at these bits, where there is a choice."""
+    """Describe the model as it will be delivered, with layers whose bits are chosen at these bits."""
     model = pretrained(inventory.model)
 
     floats = {

@@ -34,14 +34,14 @@ def measuring(
     Inside there is no autocast, no dropout and no compiled code, and attention can be
     differentiated twice. All parameters are stand-ins and all buffers copies: the
     model's own get no gradient, no new version and no hook called. Random numbers drawn
-    inside leave the generators as they were. A model that FSDP2 or ZeRO-3 takes apart
-    keeps its parameters and its training precision.
+    inside leave the generators as they were. A model that FSDP2 or ZeRO-3 shards keeps
+    its parameters and its training precision.
 
     Args:
-        model: Unwrapped (no DDP).
+        model: The model, unwrapped (no DDP).
         blocks: Block name to parameters of the model, for eigenvalues: their stand-ins
-            require a gradient, frozen ones included, and layers multiply with stand-ins
-            that hold their quantized weights as they are now. None: layers quantize in
+            require a gradient, including those of frozen ones, and layers multiply by
+            stand-ins that hold their current quantized weights. None: layers quantize in
             each forward pass, at bits that `at_bits` can change.
 
     Yields:
@@ -107,7 +107,7 @@ def repeatable() -> Iterator[None]:
 
 
 def eager() -> contextlib.AbstractContextManager[Any]:
-    """Run no compiled code inside."""
+    """Run no compiled code within this context."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
@@ -201,7 +201,7 @@ def _exchange(
 
 
 def _use_plain_attention(model: nn.Module, stack: contextlib.ExitStack) -> None:
-    """Use attention with a second derivative: PyTorch's own in its mathematical form, any other one as eager."""
+    """Use attention with a second derivative: PyTorch's own in its mathematical form, eager instead of any other."""
     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
     for module in model.modules():
         config = getattr(module, "config", None)

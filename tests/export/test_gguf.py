@@ -206,7 +206,7 @@ def test_a_base_of_another_model_is_refused(tmp_path: Path, checkpoint: Path, ba
     for name, tensor in model.state_dict().items():
         if "mlp" not in name:
             larger.get_parameter(name).data.copy_(tensor)
-    refused(write_base(larger, tmp_path / "larger.gguf"), "is of another model, .* blk.0.ffn_gate.weight is not mo")
+    refused(write_base(larger, tmp_path / "larger.gguf"), "is another model's, .* blk.0.ffn_gate.weight is not mo")
     lacking = write_base(model, tmp_path / "lacking.gguf", without=("blk.1.ffn_up.weight",))
     refused(lacking, "has no tensor for model.layers.1.mlp.up_proj:")
     refused(write_base(model, tmp_path / "q8.gguf", Kind.Q8_0), "holds Q8_0: it must be in floats")
