@@ -95,15 +95,15 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     The model is made ready when the Trainer is built, and again (a `model_init` makes a
     new one) when training begins. After each optimizer step that was not skipped the
-    schedule advances. A run that resumes from a checkpoint goes on where the checkpoint
-    was. At the end of training, after all other callbacks, the packed model is written to the folder `quantized` in
-    the output folder, of which each trial of a search has its own, and
+    schedule advances. A run that resumes from a checkpoint goes on from there. At the end
+    of training, after all other callbacks, the packed model is written to the folder
+    `quantized` in the output folder (each trial of a search has its own), and
     `trainer_state.json` beside it, for `moq-hf report`.
 
-    What it does to the Trainer: it puts itself first among the callbacks, so that
+    What it changes in the Trainer: it puts itself first among the callbacks, so that
     TensorBoard, W&B and all others find `moq/bits` and `moq/mean_bits` in every log of
     a loss; a notebook's table gets a column `moq/bits`; and `save_model`, which writes
-    float weights where no `MoQTrainer` does it, says so.
+    float weights unless it is that of a `MoQTrainer`, says so.
 
     With `eigenvalue.enabled` it takes the batches that go through the model in
     training, and the loss that the model gives for them.
@@ -111,7 +111,7 @@ class MoQCallback(TrainerCallback, ExportableState):
     Args:
         config: A preset's name, the path of a JSON file, a mapping or a `MoQConfig`.
         loss: For `eigenvalue.enabled`: gives the scalar mean loss of a model on a
-            batch, where that is not the loss in the model's output (label smoothing,
+            batch, if that is not the loss in the model's output (label smoothing,
             `compute_loss_func`). It takes the model and the keyword arguments of its
             forward pass as a dict.
         **keywords: Those of `MoQConfig`, which override what `config` says.
@@ -124,8 +124,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             has the callback, and if the config is not enabled.
         plan: The `Plan` of the run; None before it begins.
         delivered: What was written at the end of training: `path`, `bytes` of the
-            weights and `proof`; None before, where nothing was written, and in
-            processes that do not save.
+            weights and `proof`; None before, if nothing was written, and in processes
+            that do not save.
 
     >>> callback = MoQCallback("w4", start_bits=8)
     >>> callback.config.bits, callback.controller is None
@@ -388,7 +388,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller.sensitivity.measure.loss = self.loss or own_loss
 
     def _go_on(self, controller: MoQController, run: Run) -> None:
-        """Bring a new schedule to where the checkpoint's was, and say what has changed."""
+        """Continue the checkpoint's schedule, and say what has changed."""
         assert run.saved is not None
         controller.load_state_dict(run.saved)
         before = run.beside
@@ -689,7 +689,7 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     @property
     def _folder(self) -> Path:
-        """Where the packed model goes; each trial of a search has a folder of its own."""
+        """The folder for the packed model; each trial of a search has a separate one."""
         return checkpoint_folder(self._host).parent / "quantized"
 
     def _deliver(

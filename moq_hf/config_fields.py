@@ -58,7 +58,7 @@ UNBOUNDED = 1e300
 # The share of the run by which every block is at its target: a late last drop costs
 # accuracy at low bits.
 AUTO_DEADLINE = 0.25
-# Bits that a block may have under a budget, where the config does not name them.
+# Bits that a block may have under a budget, if the config does not name them.
 DEFAULT_CHOICES = (2, 3, 4, 8)
 # Types of values; an error says what is legal by the title.
 Flag = Annotated[bool, Field(strict=True, title="true or false")]
@@ -141,7 +141,7 @@ class BlendConfig:
 
 @checked
 class EigenvalueConfig:
-    """How the sensitivity of each block is measured. A `layer_num` of 0 becomes None, which is all."""
+    """The measurement of each block's sensitivity. A `layer_num` of 0 becomes None, which means all."""
 
     enabled: Annotated[Flag, key("sensitive blocks drop later")] = False
     verbose: Annotated[Flag, key("log every measurement")] = False
@@ -176,7 +176,7 @@ class EigenvalueConfig:
 
 @checked
 class SensitivityConfig:
-    """Which measure ranks blocks by how much rounding hurts; limits on measuring are in `eigenvalue`."""
+    """The measure that ranks blocks by how much rounding hurts; limits on measuring are in `eigenvalue`."""
 
     measure: Annotated[
         Measure | None,

@@ -352,7 +352,7 @@ def _value_fault(path: str, value: Any, schema: Mapping[str, Any]) -> str:
 
 
 def _hint(value: Any, schema: Mapping[str, Any]) -> str:
-    """Say what to write instead of a value; "" where nothing legal is near it."""
+    """Say what to write instead of a value; "" if no legal one is near it."""
     kinds = schema.get("anyOf", [schema])
     types = [kind.get("type") for kind in kinds]
     items = [kind.get("items", kind) for kind in kinds]

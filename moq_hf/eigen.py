@@ -85,7 +85,7 @@ def block_eigenvalues(
         blocks: Block name to the parameters of the block, of any shape, all of which
             require a gradient.
         method: "lanczos" (see `lanczos`) or "power" (see `power_iteration`), which is
-            DeepSpeed's and may end on a wrong value where the ends of the spectrum are
+            DeepSpeed's and may end on a wrong value if the ends of the spectrum are
             nearly equal in magnitude.
         max_iter: Products per block, at most.
         tol: Relative error of an eigenvalue; for "power" the relative change at which

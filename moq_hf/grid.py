@@ -216,7 +216,7 @@ class Precision(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """How a weight `[rows, columns]` is quantized, whatever its bit width is.
+    """The way in which a weight `[rows, columns]` is quantized, whatever its bit width.
 
     Attributes:
         grouping: Which weights share a scale. Groups fall on row boundaries.

@@ -32,7 +32,7 @@ from .processes import largest_over_ranks
 from .seams.transformers import is_transformed
 
 _TINY = torch.finfo(torch.float32).tiny
-# The least positive number of a dtype, where that is larger.
+# The least positive number of a dtype, if that is larger.
 _LEAST = {torch.float16: 2.0**-24}
 # The share of the newest step in the running range.
 _NEWEST = 0.01

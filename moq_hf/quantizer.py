@@ -54,7 +54,7 @@ from torch import Tensor
 from .grid import FP4, Format, Grid, PerChannel, Precision
 
 # The clipping ratios that a search tries, and those above 1 that it tries for NVFP4,
-# where a group's least error may be with its largest weight at 4. Saved states hold
+# in which a group's least error may be with its largest weight at 4. Saved states hold
 # their indices.
 RATIOS = tuple((100 - 5 * k) / 100 for k in range(17))
 HIGHER_RATIOS = tuple((18 - k) / 10 for k in range(8))
@@ -425,7 +425,7 @@ def check(
 
 
 def _groups(weight: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Lay groups out as rows, a view where the weight is contiguous; float64 becomes float32."""
+    """Lay groups out as rows, a view if the weight is contiguous; float64 becomes float32."""
     x = weight.detach().contiguous().view(shape[0] * shape[1], -1)
     return x.to(torch.float32) if x.dtype == torch.float64 else x
 

@@ -48,7 +48,7 @@ Answer = Literal["yes", "no", "not tried"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a server takes a model, and why not.
+    """The answer to whether a server takes a model, with reasons.
 
     Attributes:
         server: The server.

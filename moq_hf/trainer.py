@@ -311,7 +311,7 @@ class MoQMixin(_Beside):
 
     @property
     def _distillation(self) -> DistillationConfig:
-        """The distillation section of the config; the default where nothing is quantized."""
+        """The distillation section of the config; the default if nothing is quantized."""
         if self.moq is None or not self.moq.config.enabled:
             return DistillationConfig()
         return self.moq.config.distillation
@@ -502,7 +502,7 @@ class MoQMixin(_Beside):
                 # The batch may have no labels, and the output no loss.
                 model(**inputs)
             else:
-                # The Trainer takes the labels out where it computes the loss itself.
+                # The Trainer takes the labels out if it computes the loss itself.
                 found = compute(model, dict(inputs), return_outputs, count)
         if not passes:
             raise MoQError(
@@ -550,7 +550,7 @@ class MoQMixin(_Beside):
                 queries_keys_values(teacher, config.relations) as relations,
             ):
                 theirs = teacher(**(given if is_stock else student.inputs))
-        # A forward pass with labels sets it where the config leaves it out.
+        # A forward pass with labels sets it if the config leaves it out.
         problem = getattr((teacher or self._student).config, "problem_type", None)
         given["labels"] = labels_at_logits(self._student, given.get("labels"))
         both = (student.relations, relations)

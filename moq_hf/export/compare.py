@@ -197,7 +197,7 @@ def _tokenizer(directory: Path) -> Any:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the answers of one exported model compare with those of the checkpoint in PyTorch.
+    """The comparison of an exported model's answers with those of the checkpoint in PyTorch.
 
     Attributes:
         largest_difference: Of the outputs, over all pictures, or sentences and their

@@ -82,7 +82,9 @@ def check_possible(file: NamedFile, name: str, has_cache: bool) -> None:
         MoQError: Why not.
     """
     if file.target == "vnni" and target_here() != "vnni":
-        raise MoQError("it is proven where it is made, and this CPU has no VNNI")
+        raise MoQError(
+            "it is proven on the CPU that makes it, and this one has no VNNI"
+        )
     if name.endswith("_q8.onnx"):
         raise MoQError("no library looks for 8 bits in blocks")
     if name.endswith(".xml"):

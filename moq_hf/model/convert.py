@@ -522,8 +522,8 @@ def _tell_of_save_around(module: nn.Module, prefix: str, keep_vars: bool) -> Non
         return
     if is_quantized(module):
         logger.warning(
-            "moq_hf: save_pretrained of %s wrote the float weights of %s, which answers differently in memory, where it "
-            "is quantized: quantize the whole model, and save_quantized(model, folder) writes it",
+            "moq_hf: save_pretrained of %s wrote the float weights of %s, which answers differently in memory, where "
+            "it is quantized: quantize the whole model, and save_quantized(model, folder) writes it",
             type(savers[0]).__name__,
             prefix.removesuffix("."),
         )

@@ -62,8 +62,8 @@ class Inventory:
             its module.
         tables: The embedding tables that could be quantized.
         embeddings: Those that it quantizes.
-        table_bits: To how many bits; None where it leaves them alone.
-        tables_stay: Why the tables stay in float where the config says "auto".
+        table_bits: The bits of these tables; None if it leaves tables alone.
+        tables_stay: Why the tables stay in float although the config says "auto".
         tied: Module to the one of `layers` or `embeddings` whose weight it shares, and
             with it the quantized copy.
         left_out: Linear layers that stay in float, and tables and convolutions that

@@ -99,7 +99,7 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of a folder's weight files; 0 where there are none."""
+    """Bytes of a folder's weight files; 0 if there are none."""
     return sum(path.stat().st_size for path in weight_files(folder) if path.is_file())
 
 

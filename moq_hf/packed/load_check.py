@@ -48,7 +48,7 @@ _NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 @dataclass(frozen=True)
 class Proof:
-    """How the outputs of a folder that `from_pretrained` loaded compare with those of the model in memory.
+    """The comparison of a folder that `from_pretrained` loaded with the model in memory, by their outputs.
 
     Attributes:
         agrees: Whether it computes what the model does; None if that is not known.

@@ -119,8 +119,7 @@ class Delivered:
         proof: How its answers compared with the model's; None if they were not.
         summary: Its form, how it was proven, and its size, in sentences.
         how_to_load: The Python expression that loads it, or lines that make `model`.
-        export: The command that writes it for another runtime; None where there is
-            none.
+        export: The command that writes it for another runtime; None if there is none.
     """
 
     path: Path
@@ -158,7 +157,7 @@ def save_quantized(
     one directory at once wait for each other.
 
     A `PeftModel` has its base model packed; `save_pretrained` writes its adapters into
-    the folder `adapter`, or into `lora` where they are merged into the model.
+    the folder `adapter`, or into `lora` if they are merged into the model.
 
     With `inputs` the files are then loaded by plain `from_pretrained` and compared with
     the model. Where a layout does not agree, the next one takes its place, and floats
@@ -173,7 +172,7 @@ def save_quantized(
             only the config and the bits.
         metrics: Figures to keep in `moq_state.json`.
         float_metrics: The same figures of a model that was trained in float.
-        state_dict: The model's float tensors, where they are not in the model itself: a
+        state_dict: The model's float tensors, if they are not in the model itself: a
             dict, or a mapping that makes each when it is asked for. At most one of the
             layers' weights is in memory at a time then.
         inputs: A batch as the model's forward pass takes it, to check the files with;
@@ -840,7 +839,7 @@ def _publish(staging: Path, target: Path) -> None:
 
 
 def _warn_of_float_inputs(saving: _Saving) -> None:
-    """Warn where the model rounds inputs and its folder does not."""
+    """Warn if the model rounds inputs and its folder does not."""
     rounded = {
         name: layer.moq.inputs
         for name, layer in saving.layers.items()

@@ -219,7 +219,7 @@ def prepared_inputs(trainer: transformers.Trainer, inputs: Any) -> dict[str, Any
 
 
 def checkpoint_folder(trainer: transformers.Trainer) -> Path:
-    """Where the Trainer saves the checkpoint of this step; a trial of a search has a folder of its own.
+    """The folder for the checkpoint of this step; a trial of a search has a separate one.
 
     Relies on: `Trainer._get_output_dir`, `Trainer._trial` once it trains, and
     `PREFIX_CHECKPOINT_DIR` before the step.
@@ -294,7 +294,7 @@ def metrics_apart(trainer: transformers.Trainer) -> Iterator[None]:
 FUSED_HEAD: Final = "fused_lm_head"
 """The argument by which TRL's Trainers ask a model for the loss of each token, without logits.
 
-Relies on: `trl.trainer.utils.add_fused_lm_head`, whose forward pass is the model's own where it is not given.
+Relies on: `trl.trainer.utils.add_fused_lm_head`, whose forward pass is the model's own if it is not given.
 Breaks: A teacher beside SFTTrainer or DPOTrainer would be an error: the model gives no logits to compare.
 """
 
@@ -361,7 +361,7 @@ def mixed_precision() -> torch.dtype | None:
 
 
 def uses_deepspeed() -> bool:
-    """True if Accelerate trains with DeepSpeed, whose hooks of a parameter fail where it has no gradient.
+    """True if Accelerate trains with DeepSpeed, whose hooks of a parameter fail if it has no gradient.
 
     Relies on: `PartialState._shared_state`, and its `distributed_type`.
     Breaks: With ZeRO-1 or 2, a run ends with an error at the first layer that a pass leaves out.
@@ -492,7 +492,7 @@ def checkpoints_as_modules(trainer: transformers.Trainer, model: nn.Module) -> N
 
 
 def train_no_more_than_asked(trainer: transformers.Trainer) -> None:
-    """Keep a Trainer from taking another step where the resumed run already took its last one.
+    """Keep a Trainer from taking another step if the resumed run already took its last one.
 
     Relies on: `Trainer._run_epoch`, which takes at least one step, and that the Trainer
     looks at `should_training_stop` after it.
@@ -591,7 +591,7 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
     """The parameters that `from_pretrained` ties to others if a file lacks them: each name to that of the other.
 
     Relies on: `PreTrainedModel.get_expanded_tied_weights_keys`, which raises a
-    ValueError where it finds no weight of a name.
+    ValueError if it finds no weight with a name.
     Breaks: A table that is the output head too would be stored twice.
 
     Example:

@@ -48,7 +48,7 @@ class MoQController:
             until the schedule says otherwise. Or the model's `Inventory`, as
             `take_inventory` gives it with `config`.
         config: The config to follow; `enabled` must be true.
-        total_steps: Optimizer steps of the run, where the schedule needs them.
+        total_steps: Optimizer steps of the run, if the schedule needs them.
 
     Raises:
         MoQError: The model and the config do not fit each other, the run is too short

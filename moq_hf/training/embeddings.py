@@ -62,7 +62,7 @@ def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def similarity_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """How far the student's neighbors in a batch are from the teacher's; both `[texts, size]`.
+    """The distance between the student's and the teacher's similarities in a batch; both `[texts, size]`.
 
     For each text, the cosines with the others, divided by `TEMPERATURE`, give a
     distribution over these; the loss is the divergence KL(teacher, student), averaged over
@@ -77,7 +77,7 @@ def similarity_loss(student: Tensor, teacher: Tensor) -> Tensor:
 def relation_loss(
     student: Sequence[Tensor], teacher: Sequence[Tensor], mask: Any
 ) -> Tensor:
-    """How far the relations between tokens are from the teacher's: of queries, of keys, and of values.
+    """The distance between the student's and the teacher's relations of tokens: of queries, of keys, and of values.
 
     The relations of a token are the softmax of its products with all tokens in a head,
     divided by the root of the head's size; the loss is KL(teacher, student), averaged over

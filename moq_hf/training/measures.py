@@ -393,8 +393,8 @@ def compared_rows(logits: Tensor, labels: Any, size: int) -> Tensor:
     Args:
         logits: The logits of a batch.
         labels: The labels of the batch from `labels_at_logits`; see `logits_loss`.
-        size: The most numbers in all compared rows together; where there are more,
-            evenly spaced rows are taken.
+        size: The most numbers in all compared rows together; if there are more, evenly
+            spaced rows are taken.
     """
     count = logits.shape[:-1].numel()
     rows = torch.arange(count, device=logits.device)

@@ -210,7 +210,7 @@ def standing(
     steps: int,
     eigenvalues: Mapping[str, float] | None = None,
 ) -> str:
-    """Say where a resumed run stands, and which drops are still to come.
+    """Say how far a resumed run has come, and which drops are still to come.
 
     Args:
         schedule: The schedule, with its state loaded.

@@ -275,7 +275,7 @@ def load_schedule(
     state: Mapping[str, Any],
     changed: Mapping[str, tuple[Any, Any]],
 ) -> None:
-    """Bring a new schedule to where a saved run was, if the run can go on with the current config.
+    """Bring a new schedule to the state of a saved run, if the run can go on with the current config.
 
     Before the offset everything may change, unless the new config would have begun to
     quantize by now. From the offset on the grids are fixed, and the schedule may change
