@@ -33,7 +33,7 @@ from .names import pretrained, uncompiled
 from .packed.load_check import ReferenceOutputs, kept_batch
 from .packed.save import Delivered, SaveOptions, deliver
 from .packed.state import shareable
-from .processes import gathered_state_dict, is_gathered_per_pass
+from .processes import gathered_state_dict, has_gathered_weights
 from .schedule import Switch
 from .seams.transformers import (
     ExportableState,
@@ -769,9 +769,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             return None
         model = self.controller.model
         # A sharded model must answer in every process.
-        if not args.should_save and not any(
-            map(is_gathered_per_pass, model.parameters())
-        ):
+        if not args.should_save and not has_gathered_weights(model):
             return None
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         return ReferenceOutputs(model, self._kept, dtype)

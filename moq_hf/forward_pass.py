@@ -17,7 +17,6 @@ A layer defines its quantized weight, see `LayerState`. This module decides who 
 
 import contextlib
 import itertools
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from . import triton_launch, triton_quant
 from .schedule import FLOAT_BITS
 from .seams.transformers import (
+    frames,
     has_hooks,
     in_evaluation_loop,
     is_exporting,
@@ -402,14 +402,6 @@ class PassWeights:
             state.ahead = None
         self._traced = []
         self.traced_by = None
-
-
-def frames() -> Iterator[FrameType]:
-    """This thread's stack, from the caller's frame outwards."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def is_running(module: nn.Module) -> bool:

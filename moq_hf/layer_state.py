@@ -15,7 +15,6 @@ from .forward_pass import (
     MODULE_CALL,
     PassWeights,
     called_module,
-    frames,
     makes_state,
     numbered,
     quantized_in_graph,
@@ -26,7 +25,7 @@ from .inputs import InputObserver
 from .processes import is_sharded
 from .quantizer import RoundingSeed
 from .schedule import FLOAT_BITS
-from .seams.transformers import is_exporting, is_transformed, pre_hooks
+from .seams.transformers import frames, is_exporting, is_transformed, pre_hooks
 from .straight_through import straight_through
 from .weight_matrix import (
     Kind,

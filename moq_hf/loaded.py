@@ -22,7 +22,7 @@ from .config import MoQConfig
 from .errors import MoQError
 from .model.convert import FloatSaves, is_quantized, quantized_layers
 from .packed.save import save_quantized
-from .processes import is_gathered_per_pass
+from .processes import has_gathered_weights
 from .rounding import quantize_model
 from .schedule import needs_run
 from .seams.sentence_transformers import saves_body
@@ -84,7 +84,7 @@ class PackedSaves(FloatSaves):
                 "distributed_checkpoint there: leave them out, or call moq_hf.dequantize_model(model) first"
             )
         # ZeRO-3 hands over an empty one if it does not gather.
-        if not state_dict and any(map(is_gathered_per_pass, model.parameters())):
+        if not state_dict and has_gathered_weights(model):
             raise MoQError(
                 "save_pretrained: the weights are spread over processes (FSDP2, ZeRO-3): MoQTrainer.save_model gathers "
                 "them, called in each process, and so does a run at its end; or give the whole weights as state_dict"

@@ -38,6 +38,11 @@ def is_gathered_per_pass(tensor: Tensor) -> bool:
     return is_sharded(tensor) or is_partitioned(tensor)
 
 
+def has_gathered_weights(model: nn.Module) -> bool:
+    """True if an engine gathers parameters of the model for a forward pass."""
+    return any(map(is_gathered_per_pass, model.parameters()))
+
+
 def shape_of(tensor: Tensor) -> torch.Size:
     """The shape of the whole tensor, even where this process holds only a part of it or nothing."""
     return getattr(tensor, ZERO_3_SHAPE, tensor.shape)

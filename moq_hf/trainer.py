@@ -28,7 +28,7 @@ from .model.inventory import is_packed
 from .packed.card import write_run_card
 from .packed.files import save_beside
 from .packed.state import STATE_NAME, record_metrics
-from .processes import is_gathered_per_pass
+from .processes import has_gathered_weights
 from .seams.transformers import (
     KNOWS_SCALE,
     average_loss,
@@ -390,7 +390,7 @@ class MoQMixin(_Beside):
             )
         if not run.has_begun:
             phase.begin()
-            self._take(None)
+            self._take_from_phase(None)
             self._tell(
                 f"float first: the model trains in float up to step {run.offset:,}"
                 f"{self._switch_off_dropout()}; it is then kept in {phase.folder}, as start and teacher of the "
@@ -398,7 +398,7 @@ class MoQMixin(_Beside):
             )
             return
         phase.go_on()
-        self._take(phase)
+        self._take_from_phase(phase)
         if run.beside.get("teacher") != self.teacher_fingerprint:
             raise MoQError(
                 f"cannot resume: the model in {phase.folder} is not the float model of this run: it was written "
@@ -411,7 +411,7 @@ class MoQMixin(_Beside):
         phase = self.float_phase
         if phase is not None:
             phase.end()
-            self._take(phase)
+            self._take_from_phase(phase)
             step = self.state.global_step + 1
             self._begin_following(
                 f"step {step:,}: the float phase is over; its model is in {phase.folder}. From here on training is "
@@ -442,7 +442,7 @@ class MoQMixin(_Beside):
             setattr(module, name, share)
         self._dropped.clear()
 
-    def _take(self, phase: FloatPhase | None) -> None:
+    def _take_from_phase(self, phase: FloatPhase | None) -> None:
         """Take the metrics and the teacher from a float phase that is over; None while it is still to come."""
         self.float_metrics = None if phase is None else phase.metrics
         self._follow(None if phase is None else phase.teacher(self._distillation))
@@ -617,9 +617,7 @@ class MoQMixin(_Beside):
             MoQError: The files cannot be written, or a weight holds NaN or Inf.
         """
         model = cast(nn.Module, self.model)
-        if not self._delivers() or not any(
-            map(is_gathered_per_pass, model.parameters())
-        ):
+        if not self._delivers() or not has_gathered_weights(model):
             super().save_model(output_dir, _internal_call)
             return
         # The stock method gathers the whole model first or, by its settings, saves

@@ -14,6 +14,7 @@ from torch import Tensor
 from .grid import InputGrid
 from .inputs import InputObserver
 from .seams.transformers import is_transformed
+from .text import dtype_name
 from .triton_launch import DTYPES, attempt, available, hard_rows, kernels, launch
 
 # Inputs of a block, and the number of programs that share all blocks.
@@ -131,10 +132,10 @@ def _constants(
         "SCALE": grid.scale,
         "BITS": grid.bits,
         "LEAST": torch.finfo(dtype).eps,
-        "DTYPE": _name(codes),
+        "DTYPE": dtype_name(codes),
     }
     if not features:
-        more = {"SCALE_DTYPE": _name(scale_dtype), "BLOCK": _BLOCK, "num_warps": 8}
+        more = {"SCALE_DTYPE": dtype_name(scale_dtype), "BLOCK": _BLOCK, "num_warps": 8}
         return constants | more
     row = grid.block if grid.scale == "per_block" else features
     columns = 1 << (row - 1).bit_length()
@@ -146,7 +147,3 @@ def _constants(
         # A thread holds 32 inputs, or 64.
         "num_warps": min(16, rows * columns // 1024),
     }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

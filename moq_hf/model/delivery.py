@@ -12,13 +12,12 @@ from ..formats.table import LAYOUTS
 from ..names import plain_name, pretrained, without_fsdp, without_peft
 from ..processes import shape_of
 from ..quant_experts import experts_parameters
-from ..seams.transformers import ADAPTED
 from ..servers import NAMED, VLLM, VLLM_CPU
 from ..serving import Description, verdict
 from ..weight_matrix import matrix_shape
 from ..weight_spec import WeightSpec
 from .inventory import Inventory, grid_of
-from .sizes import is_unpacked_while_loading
+from .sizes import has_lora_on, is_unpacked_while_loading
 
 _PACKED = LAYOUTS["packed"]
 
@@ -84,15 +83,12 @@ def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | N
     path = inventory.name_of(model)
     faults: dict[str, list[str]] = {}
     packed = []
-    has_lora = False
     for name, spec in _specs(inventory, config, bits).items():
         saved = (plain_name(name, ()) or "").removeprefix(f"{path}.")
         if spec.inputs is not None and spec.input_fault is not None:
             faults.setdefault(spec.input_fault, []).append(saved)
         if spec.stored == "packed":
             packed.append(saved)
-            added = () if inventory.merged else inventory.adapters
-            has_lora |= f"{name.removesuffix(ADAPTED)}lora_A" in added
     for why, names in faults.items():
         return f"{why} ({shortened(names)})"
     try:
@@ -101,7 +97,7 @@ def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | N
         return str(error)
     if is_unpacked:
         return "transformers unpacks a model of its kind while loading"
-    if has_lora:
+    if has_lora_on(inventory, model, packed):
         return "PEFT's LoRA needs the weights of packed layers, which are therefore unpacked while loading"
     if packed and inventory.table_bits and inventory.table_bits < 8:
         return "tables of fewer than 8 bits are unpacked while loading"

@@ -433,6 +433,22 @@ def is_unpacked(inventory: Inventory) -> bool:
     return False
 
 
+def has_lora_on(inventory: Inventory, model: nn.Module, layers: Iterable[str]) -> bool:
+    """True if PEFT's LoRA adapts one of a model's layers unmerged, for which it reads their weights at once.
+
+    Args:
+        inventory: The inventory of the whole model.
+        model: The model in it, without PEFT.
+        layers: Names of layers in `model`.
+    """
+    path = inventory.name_of(model)
+    adapted = {
+        name.removeprefix(f"{path}.").removesuffix(".lora_A")
+        for name in inventory.adapters
+    }
+    return not inventory.merged and not adapted.isdisjoint(layers)
+
+
 def _linear_layers(inventory: Inventory) -> list[str]:
     """The linear layers that are quantized, by their names in the model without PEFT."""
     path = inventory.name_of(without_peft(inventory.model))

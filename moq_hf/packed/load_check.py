@@ -22,7 +22,7 @@ from ..lora import is_merged
 from ..model.convert import quantized_layers
 from ..model.inventory import is_packed
 from ..names import named_modules, plain_name, uncompiled, without_fsdp, without_peft
-from ..processes import is_gathered_per_pass
+from ..processes import has_gathered_weights
 from ..quant_linear import QuantLayer
 from ..seams.sentence_transformers import body_of
 from ..seams.transformers import attention_to_load, has_loss_of_its_own
@@ -283,7 +283,7 @@ class ReferenceOutputs:
             largest <= ROUNDING * largest_value(answers[name])
             for name, largest in apart.items()
         )
-        if any(map(is_gathered_per_pass, self.model.parameters())):
+        if has_gathered_weights(self.model):
             # To compare the weights, the other processes would have to gather them.
             if is_small:
                 return _Verdict(None, f"{reason}, which may be rounding")
@@ -311,9 +311,7 @@ class ReferenceOutputs:
         main = model.main_input_name
         # With sharded weights, processes whose texts end after different numbers of
         # tokens would wait for each other.
-        if not model.can_generate() or any(
-            map(is_gathered_per_pass, model.parameters())
-        ):
+        if not model.can_generate() or has_gathered_weights(model):
             return {}
         prompts = {main: self._inputs[main][:2]}
         if "attention_mask" in self._inputs:

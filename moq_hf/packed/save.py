@@ -28,7 +28,7 @@ from ..formats.table import LAYOUTS, Layout, at_full_size, first_layout, lacking
 from ..lora import is_merged
 from ..model.convert import quant_layers, quantized_layers
 from ..model.inventory import Inventory
-from ..model.sizes import ModelSizes, is_unpacked_while_loading
+from ..model.sizes import ModelSizes, has_lora_on, is_unpacked_while_loading
 from ..names import pretrained, uncompiled, without_peft
 from ..processes import is_gathered_per_pass
 from ..quant_linear import QuantLayer
@@ -280,9 +280,9 @@ class _Saving:
         self.is_adapted = without_peft(self.whole_model) is not self.whole_model
         self.is_merged = is_merged(self.whole_model)
         self.whole = Inventory.of(self.whole_model, self.is_merged)
-        self._take(pretrained(self.whole_model))
+        self._save_part(pretrained(self.whole_model))
 
-    def _take(self, model: Any) -> None:
+    def _save_part(self, model: Any) -> None:
         """Save this part of the model, the one whose layers are encoded."""
         self.model = model
         self.inventory = Inventory.of(model, self.is_merged)
@@ -328,7 +328,7 @@ class _Saving:
         Raises:
             MoQError: The files cannot be written, or a weight holds NaN or Inf.
         """
-        self._take(without_peft(self.whole_model))
+        self._save_part(without_peft(self.whole_model))
         self.by_hand = reason
         return self._save_first_of(["floats"], reason, None)
 
@@ -627,13 +627,7 @@ class _Saving:
         is_cast &= len(encoder.model_dtypes) == 1
         is_cast &= len(encoder.widths) == 1 or "float64" in encoder.dtypes
         has_one_width = ModelSizes(self.whole, self.quantized).has_one_width
-        # PEFT's LoRA reads the weights of layers as soon as it is given the model.
-        path = self.whole.name_of(self.model)
-        adapted = {
-            name.removeprefix(f"{path}.").removesuffix(".lora_A")
-            for name in self.whole.adapters
-        }
-        has_lora = not self.is_merged and not adapted.isdisjoint(encoder.packed)
+        has_lora = has_lora_on(self.whole, self.model, encoder.packed)
         if served or is_cast or has_one_width or has_lora:
             tried = ["unpacked", "packed", "floats"]
         fails = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..model.convert import quantized_layers
-from ..processes import is_gathered_per_pass
+from ..processes import has_gathered_weights
 from ..quant_linear import quantized_in
 from ..quantized_weight import QuantizedWeight
 from ..schedule import FLOAT_BITS
@@ -54,7 +54,7 @@ def measuring(
         stack.enter_context(_restored(layer.moq for layer in layers))
         stack.enter_context(eager())
         stand_ins: dict[int, list[Tensor]] = {}
-        if any(map(is_gathered_per_pass, model.parameters())):
+        if has_gathered_weights(model):
             stack.callback(reshard, model)
             stack.enter_context(evaluating(model))
         else:
