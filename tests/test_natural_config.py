@@ -82,7 +82,7 @@ def test_a_config_is_made_of_whatever_load_takes(tmp_path: Path) -> None:
         assert made == MoQConfig.load(source, seed=5) and made.seed == 5
         assert made.from_deepspeed == (source == tmp_path / "own.json")
         assert MoQConfig(made) == made == pickle.loads(pickle.dumps(made))  # type: ignore[call-arg]
-    with pytest.raises(MoQConfigError, match="a MoQConfig and bits beside it"):
+    with pytest.raises(MoQConfigError, match="a MoQConfig, and bits beside it"):
         MoQConfig(MoQConfig(bits=4), bits=3)  # type: ignore[call-arg]
 
 

@@ -133,7 +133,7 @@ def test_wrong_inputs_are_one_error_that_leaves_the_model_as_it_was(
 def test_gptq_without_a_linear_layer_is_an_error() -> None:
     model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.Conv1d(8, 8, 3))
     inputs = {"input": torch.ones(2, 4, 9)}
-    with pytest.raises(MoQError, match=r"gptq: it rounds linear layers .*, and there is none"):
+    with pytest.raises(MoQError, match=r"gptq: it rounds linear layers .*, and there are none"):
         quantize_model(model, bits=4, convolutions=True, gptq=2, inputs=inputs)
     assert not quant_layers(model)
 

@@ -201,7 +201,7 @@ def test_a_base_of_another_model_is_refused(tmp_path: Path, checkpoint: Path, ba
         assert list(tmp_path.glob("*out*")) == []
 
     model = hf.AutoModelForCausalLM.from_pretrained(base.with_suffix(".floats"))
-    refused(write_base(llama(1), tmp_path / "seed.gguf"), "or of other weights: blk.0.attn_q.weight is not model.l")
+    refused(write_base(llama(1), tmp_path / "seed.gguf"), "or has other weights: blk.0.attn_q.weight is not model.l")
     larger = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SHAPE, "intermediate_size": 160}))
     for name, tensor in model.state_dict().items():
         if "mlp" not in name:

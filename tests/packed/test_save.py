@@ -202,8 +202,8 @@ def forge(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     [
         (8, "symmetric", "weight_packed", lambda t: t.fill_(0), "codes beyond 127 at 8 bits"),
         (2, "symmetric", "weight_packed", lambda t: t.fill_(0), "codes beyond 1 at 2 bits"),
-        (3, "symmetric", "weight_packed", lambda t: t[:, :-1].clone(), "cannot be read|not those of a weight"),
-        (3, "symmetric", "weight_shape", lambda t: t + 1, "not those of a weight"),
+        (3, "symmetric", "weight_packed", lambda t: t[:, :-1].clone(), "cannot be read|do not belong to a weight"),
+        (3, "symmetric", "weight_shape", lambda t: t + 1, "do not belong to a weight"),
         (4, "symmetric", "weight_scale", lambda t: -t, "a scale is not a positive number"),
         (4, "asymmetric", "weight_scale", lambda t: t * torch.nan, "a scale is not a positive number"),
         (4, "asymmetric", "weight_zero_point", lambda t: t + 100, "zero points beyond 15 at 4 bits"),
