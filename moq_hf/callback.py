@@ -123,7 +123,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller: The `MoQController` of the model in training; None before a Trainer
             has the callback, and if the config is not enabled.
         plan: The `Plan` of the run; None before it begins.
-        delivered: What was written at the end of training: `path`, `bytes` of the
+        delivered: The folder written at the end of training: `path`, `bytes` of the
             weights and `proof`; None before, if nothing was written, and in processes
             that do not save.
 
@@ -157,7 +157,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         # The scalars of the last step in float, until the next step.
         self._last_in_float: dict[str, float] | None = None
         self._hook: RemovableHandle | None = None
-        # A batch of this run, to prove on what it delivers.
+        # A batch of this run, to prove the delivered model on.
         self._kept: dict[str, Any] | None = None
         self._readers_checked = False
 
@@ -260,7 +260,7 @@ class MoQCallback(TrainerCallback, ExportableState):
                 self.controller = None
             return
         # The length of the run is not known yet; `on_train_begin` makes a controller
-        # anew, for that length and the model as it is then.
+        # for that length and the model as it is then.
         self.controller = MoQController(inventory, self.config, sys.maxsize)
         self._made_for = self._host
         if self.trainer is None and state.is_world_process_zero:
@@ -376,7 +376,7 @@ class MoQCallback(TrainerCallback, ExportableState):
     ) -> None:
         if controller.sensitivity is None:
             return
-        # A resumed run has the checkpoint's state, and goes on with a batch size of its own.
+        # A resumed run has the checkpoint's state, and goes on with its own batch size.
         batch = args.train_batch_size
         if args.auto_find_batch_size and state.train_batch_size:
             batch = state.train_batch_size
@@ -520,8 +520,8 @@ class MoQCallback(TrainerCallback, ExportableState):
     def _was_skipped(self, optimizer: Any) -> bool:
         before = self._loss_scale
         self._loss_scale = loss_scale(optimizer)
-        # A fused optimizer is called whatever the gradients are and skips by itself,
-        # which Accelerate does not see; the scale falls then too.
+        # A fused optimizer is called whatever the gradients are and skips a step itself,
+        # which Accelerate does not see; but the scale falls.
         return (
             bool(getattr(optimizer, "step_was_skipped", False))
             or self._loss_scale < before
@@ -534,13 +534,13 @@ class MoQCallback(TrainerCallback, ExportableState):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Log a change of precision, in an entry of its own; let a MoQTrainer log the evaluation of its float phase."""
+        """Log a change of precision in a separate entry; let a MoQTrainer log the evaluation of its float phase."""
         phase = None if self.trainer is None else self.trainer.float_phase
         if phase is not None and self._last_in_float is not None:
             # Logging resets should_log, and the loss of the step is still to be logged.
             is_due = control.should_log
             phase.log()
-            # The loss with the teacher is another one, which needs a mean of its own.
+            # The loss with the teacher is another one, and needs a separate mean.
             control.should_log = is_due or args.logging_strategy != IntervalStrategy.NO
         controller = self.controller
         if controller is None:
@@ -748,7 +748,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         tqdm.write(text)
 
     def _tell_of_floats(self, folder: Path) -> None:
-        """Say what a stock Trainer has saved in a folder."""
+        """Say that a stock Trainer has saved float weights in a folder."""
         if self.delivered is not None:
             tqdm.write(
                 f"moq_hf: {folder} has the float weights, which training can go on with; "

@@ -416,7 +416,7 @@ class ConfigFields:
     pack_bits: Annotated[
         Literal[4, 8] | None,
         key(
-            "the fewest bits that a packed code takes in the files: codes of 3 bits lie in containers of 4, exact and "
+            "the fewest bits that a packed code takes in the files: codes of 3 bits are in containers of 4, exact and "
             "readable by compressed-tensors 0.17; null: their own"
         ),
     ] = None

@@ -331,7 +331,7 @@ class PassWeights:
 
     @makes_state
     def _make_together(self, wanted: Sequence[_Wanted]) -> dict[State, Tensor]:
-        """Make those weights that a kernel can make, each in memory of its own and without a graph."""
+        """Make those weights that a kernel can make, each in its own memory and without a graph."""
         by_device: defaultdict[torch.device, list[_Wanted]] = defaultdict(list)
         for each in wanted:
             by_device[each.weight.device].append(each)
@@ -358,7 +358,7 @@ class PassWeights:
         weights: Sequence[Tensor],
         dtype: torch.dtype,
     ) -> list[Tensor]:
-        """The weights that a compiled graph multiplies with, each in memory of its own; see `quantized_in_graph`."""
+        """The weights by which a compiled graph multiplies, each in its own memory; see `quantized_in_graph`."""
         pairs = list(zip(states, weights, strict=True))
         wanted = [_Wanted(s, w, dtype) for s, w in pairs if s.may_be_made_ahead(w)]
         made = self._make_together(wanted)

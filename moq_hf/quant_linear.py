@@ -178,7 +178,7 @@ class QuantLayer(QuantModule):
         return self.float_parameter("weight")
 
     def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight that a forward pass multiplies with; see `LayerState.quantized_weight`."""
+        """The weight by which a forward pass multiplies; see `LayerState.quantized_weight`."""
         return self.moq.quantized_weight(self.float_parameter("weight"), dtype)
 
     def quantized_input(self, input: Tensor) -> Tensor:

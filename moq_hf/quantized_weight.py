@@ -62,7 +62,7 @@ class QuantizedWeight:
         return matrix_shape(shape_of(self.float_weight), self.kind)
 
     def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight that a forward pass multiplies with; see `LayerState.quantized_weight`."""
+        """The weight by which a forward pass multiplies; see `LayerState.quantized_weight`."""
         return self.moq.quantized_weight(self.float_weight, dtype)
 
     def quantized_copy(self, dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,7 @@ class Description:
         unserved: Why plain transformers does not compute what was evaluated; None if it
             does, or nobody tried.
         scales: Dtype of the scales in the file.
-        layout: How the weights lie there; see `formats.table`.
+        layout: How the files hold the weights; see `formats.table`.
     """
 
     architecture: str
@@ -68,6 +68,7 @@ class Verdict:
 def verdict(model: Description, server: Server) -> Verdict:
     """Decide whether a server takes a model.
 
+    >>> from moq_hf.servers import SGLANG
     >>> weight = WeightSpec("linear", (64, 128), 3, stored="packed")
     >>> model = Description("LlamaForCausalLM", {"model.layers.0.mlp.down_proj": weight})
     >>> print(verdict(model, SGLANG).reasons[0])
@@ -102,7 +103,7 @@ def verdict(model: Description, server: Server) -> Verdict:
     if not reasons:
         answer = "yes" if is_tried else "not tried"
     if server is TRANSFORMERS:
-        # The installed version loads and proves what is delivered.
+        # The installed version loads and proves the delivered model.
         server = replace(server, version=installed("transformers"))
     return Verdict(server, answer, reasons, tuple(notes))
 

@@ -69,7 +69,7 @@ from .training.run import Run
 logger = logging.getLogger(__name__)
 
 
-# The base of a mixin: its `super()` is the Trainer that stands beside it.
+# The base of the mixin: its `super()` is the Trainer beside it.
 if TYPE_CHECKING:
     from transformers import Trainer as _Beside
 else:
@@ -160,7 +160,7 @@ class MoQMixin(_Beside):
             )
         callbacks = list(kwargs.get("callbacks") or [])
         share = share_of(float_first)
-        # Keywords that no Trainer takes go to the config, whose error says what a wrong one was meant for.
+        # Keywords that no Trainer takes go to the config, whose error says what a wrong one was meant to be.
         taken = inspect.signature(super().__init__).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
         own = places().keys() if takes_any else kwargs.keys()
@@ -335,13 +335,13 @@ class MoQMixin(_Beside):
         """Make the learning rate's schedule, as `Trainer.create_scheduler`; with `float_first` one for each phase.
 
         Raises:
-            MoQError: A phase would have no step, or the schedule cannot be begun anew.
+            MoQError: A phase would have no step, or the schedule cannot start again.
         """
         if self.float_phase is None:
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is not None:
             raise MoQError(
-                "float_first begins the learning rate's schedule anew: leave the scheduler to the Trainer, and out of "
+                "float_first restarts the learning rate's schedule: leave the scheduler to the Trainer, and out of "
                 "a DeepSpeed config"
             )
         run = cast(MoQCallback, self._live_moq()).run_of(self.state)
@@ -373,19 +373,19 @@ class MoQMixin(_Beside):
         """Begin or go on with a run. Called by the `MoQCallback`.
 
         Raises:
-            MoQError: What the float phase has used cannot be begun anew; what it left
-                is missing, or of another run.
+            MoQError: The optimizer or the learning rate cannot start afresh; the float
+                model is missing, or belongs to another run.
         """
         phase = self.float_phase
         self._parts.clear()
-        # auto_find_batch_size may begin a run anew in its second phase.
+        # auto_find_batch_size may restart a run in its second phase.
         self._restore_dropout()
         if phase is None:
             self._begin_following("with a teacher,")
             return
         if not self._rates_restart:
             raise MoQError(
-                f"float_first begins the learning rate's schedule anew, but {type(self).__name__}.create_scheduler "
+                f"float_first restarts the learning rate's schedule, but {type(self).__name__}.create_scheduler "
                 f"does not call that of {self._wired_by}: call super().create_scheduler, or leave it out"
             )
         if not run.has_begun:
@@ -415,7 +415,7 @@ class MoQMixin(_Beside):
             step = self.state.global_step + 1
             self._begin_following(
                 f"step {step:,}: the float phase is over; its model is in {phase.folder}. From here on training is "
-                "quantized, the learning rate starts anew, and"
+                "quantized, the learning rate starts again, and"
             )
 
     def _begin_following(self, text: str) -> None:
@@ -448,7 +448,7 @@ class MoQMixin(_Beside):
         self._follow(None if phase is None else phase.teacher(self._distillation))
 
     def mean_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        """The scalar mean loss over one batch by itself, by `compute_loss`; sensitivity is measured on it."""
+        """The scalar mean loss of `compute_loss` over a single batch; sensitivity is measured on it."""
         prepared = dict(inputs)
         count = self._count_of(prepared)
         with metrics_apart(self):

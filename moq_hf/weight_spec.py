@@ -211,6 +211,7 @@ class WeightSpec:
     def as_served(self) -> str:
         """The grid as a server sees it, in words.
 
+        >>> from moq_hf.grid import PerGroup
         >>> grid = Grid(PerGroup(32), symmetric=False)
         >>> WeightSpec("linear", (8, 64), 4, grid, "packed").as_served
         '4 bits asymmetric in groups of 32'

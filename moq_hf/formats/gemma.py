@@ -31,7 +31,7 @@ _LEGAL = (
 
 
 def fits(spec: WeightSpec) -> bool:
-    """True if the layer that transformers would make of a module computes what the module did."""
+    """True if the layer with which transformers would replace a module computes the same."""
     return (
         spec.kind in ("linear", "embedding")
         and not spec.left_alone

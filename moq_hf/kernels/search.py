@@ -67,7 +67,7 @@ def least_squares_kernel(
         farthest: The code that a group's largest weight gets, see `Precision.top`;
             negative for a full range, where scales have a sign.
         N_RATIOS: Number of ratios.
-        SYMMETRIC: Whether codes lie around zero.
+        SYMMETRIC: Whether codes are around zero.
         SCALE_DTYPE: Name of the dtype that scales are rounded to.
         FORMAT: Kind of codes: "int", "mxfp4" or "nvfp4".
         BLOCK_ROWS: Groups of a program, a power of two.

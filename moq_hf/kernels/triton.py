@@ -106,7 +106,7 @@ def fake_quantize_kernel(
         X_DTYPE: Dtype of the weights.
         Y_DTYPE: Dtype of the results.
         CODES: Kind of codes: "int", "mxfp4", "nvfp4", "ternary" or "binary".
-        SYMMETRIC: Whether codes lie around zero.
+        SYMMETRIC: Whether codes are around zero.
         BLENDS: Whether the float weight has a share in the result.
         STORED: How scales are stored, see `arithmetic.as_stored`.
         BLOCK_ROWS: Rows of a tile, a power of two; 1 if it is a part of a row.
@@ -142,7 +142,7 @@ def fake_quantize_kernel(
     farthest = farthest.to(float32)
     length_bits = length_bits.to(int32)
 
-    # The tile's first weight may lie beyond 2^31; within it 32 bits suffice. Rows past
+    # The tile's first weight may be beyond 2^31; within it 32 bits suffice. Rows past
     # the end repeat the last row, and store the same.
     tile = tile.to(int64)
     rows = tl.arange(0, BLOCK_ROWS)[:, None]

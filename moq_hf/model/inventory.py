@@ -277,7 +277,7 @@ def why_not_quantizable(module: nn.Module) -> str | None:
     # Accelerate wraps the forward of the instance, not of the class.
     is_plain = kind.forward in [plain.forward for plain in CLASSES]
     if not (is_plain or issubclass(kind, QuantModule) or is_scaled_table(kind)):
-        return "has a forward of its own"
+        return "has its own forward"
     # Parametrizations and the old weight_norm compute the weight at each access, so
     # there is no parameter to train or to save.
     weight = module._parameters.get("weight")

@@ -63,7 +63,7 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
 
     Raises:
         MoQError: What `quantize_model` raises, except for NaN and Inf; or a server in
-            `serve` cannot take what is chosen.
+            `serve` cannot take the choice.
     """
     inventory = Inventory.of(model, config.enabled and config.lora == "merged")
     if not config.enabled:

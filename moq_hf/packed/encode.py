@@ -279,7 +279,7 @@ class Encoder:
     def _group(self, name: str, scheme: dict[str, Any]) -> str:
         """Add a layer to the config group with its scheme, and return the name of the group."""
         if name in self._matrices:
-            # Loaders take the first group that names experts, so theirs stands first.
+            # Loaders take the first group that names experts, so theirs comes first.
             self.groups = {_EXPERTS: scheme, **self.groups}
             return _EXPERTS
         others = [group for group in self.groups if group != _EXPERTS]

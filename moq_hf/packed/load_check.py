@@ -36,7 +36,7 @@ from .files import active_adapter
 # Where all weights are equal, outputs may differ by the rounding of another kernel,
 # relative to the largest output.
 ROUNDING = 1e-5
-# Tokens of a prompt, and of what is generated after it.
+# The number of tokens in a prompt, and of tokens generated after it.
 _PROMPT = 8
 _GENERATED = 4
 # The name of generated tokens among the outputs.
@@ -198,7 +198,8 @@ class ReferenceOutputs:
         """
         from compressed_tensors.offload import as_single_threaded
 
-        # A model that was loaded from such a folder rounds by itself.
+        # A model in memory that was itself loaded from such a folder always rounds, and
+        # has one set of answers.
         answers = self._answers.get(rounded and self._rounds, {})
         tokens = answers.get(_TOKENS)
         inputs: Literal["rounded", "float"] | None = None

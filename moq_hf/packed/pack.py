@@ -207,7 +207,7 @@ def empty_model(config: PreTrainedConfig, described: Path | str) -> PreTrainedMo
 
 
 def _untie(shell: PreTrainedModel, weights: Weights) -> None:
-    """Give tied modules parameters of their own where the checkpoint has different values for them."""
+    """Give tied modules separate parameters if the checkpoint has different values for them."""
     for name, other in tied_parameters(shell).items():
         if not {name, other} <= weights.specs.keys():
             continue

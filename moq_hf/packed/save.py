@@ -286,7 +286,7 @@ class _Saving:
         """Save this part of the model, the one whose layers are encoded."""
         self.model = model
         self.inventory = Inventory.of(model, self.is_merged)
-        # Embedding tables stand last in the files.
+        # Embedding tables come last in the files.
         self.quantized = quant_layers(model) | quantized_layers(model)
         self.layers = without_peft_names(self.quantized, self.inventory.adapters)
         # `load_state_dict` ties nothing.
@@ -321,7 +321,7 @@ class _Saving:
     def save_by_hand(self, reason: str) -> Verification:
         """Write any model as floats on their grid, as a last resort for one that cannot be packed.
 
-        The tensors lie in `model.safetensors` under their names in the state dict, for
+        The tensors are in `model.safetensors` under their names in the state dict, for
         `load_state_dict`. A model of transformers has its `config.json` beside them;
         where its class allows it, `from_pretrained` loads the folder.
 
@@ -536,7 +536,7 @@ class _Saving:
         layers, inside = (part.instances(QuantLayer) for part in parts)
         if len(layers) > len(inside):
             raise MoQError(
-                "quantized layers lie outside of the model of transformers: leave them in full precision "
+                "quantized layers are outside of the model of transformers: leave them in full precision "
                 "(heads: false)"
             )
         if self.target.exists() and not self.target.is_dir():
@@ -665,7 +665,7 @@ class _Saving:
         computed = [name for name, weight in weights.items() if weight not in names]
         if computed:
             raise MoQError(
-                f"the weights of {', '.join(computed)} are computed anew in each forward pass, by torch.nn.utils.prune "
+                f"the weights of {', '.join(computed)} are recomputed in each forward pass, by torch.nn.utils.prune "
                 "for instance: make them parameters again (prune.remove), then save"
             )
         others = set().union(*encoder.tied.values())
@@ -803,7 +803,7 @@ def _write_adapter(
         model, folder, state_dict=state_dict, save_embedding_layers=with_tables
     )
     (folder / "README.md").unlink(missing_ok=True)
-    # Every adapter but the first has a folder of its own.
+    # Every adapter but the first has a separate folder.
     for path in folder.rglob("adapter_config.json"):
         document = without_start(read_json(path))
         base = hub_id(document.get("base_model_name_or_path"))

@@ -133,7 +133,7 @@ class Verification:
 
     @property
     def quantized_bytes(self) -> tuple[int, int]:
-        """Bytes of the quantized layers' weights, and what they took in float."""
+        """Bytes of the quantized layers' weights, now and in float."""
         layers = self.layers.values()
         return sum(layer.bytes for layer in layers), sum(
             layer.bytes_before for layer in layers

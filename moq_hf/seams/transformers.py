@@ -127,7 +127,7 @@ def call_first(
     """Have the Trainer call a callback before all others, which then see what it adds to a log.
 
     Relies on: `Trainer.log` hands one dict to the callbacks, in the order of
-    `callback_handler.callbacks`, where reporters stand before those that a user gave.
+    `callback_handler.callbacks`, in which reporters come before those that a user gave.
     Breaks: TensorBoard, W&B and trackio would get the loss without the bits.
     """
     callbacks = callbacks_of(trainer)
@@ -258,7 +258,7 @@ def training_summary(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -
 
 
 def average_loss(trainer: transformers.Trainer) -> None:
-    """Have the Trainer divide the loss by the accumulation steps, and not average it over processes by itself.
+    """Make the Trainer divide the loss by the accumulation steps, and not average it over processes itself.
 
     Relies on: `Trainer.model_accepts_loss_kwargs`, which `training_step` reads.
     Breaks: BERT and other classifiers would train with a loss multiplied by
@@ -318,7 +318,7 @@ def in_evaluation_loop() -> bool:
     """True if this thread is in the loop in which a Trainer evaluates or predicts.
 
     Relies on: `Trainer.evaluation_loop`, whose frame is on the stack meanwhile.
-    Breaks: Each batch of an evaluation quantizes the weights anew.
+    Breaks: Each batch of an evaluation quantizes the weights again.
     """
     return any(frame.f_code.co_name == "evaluation_loop" for frame in frames())
 
@@ -453,7 +453,7 @@ def original_format(
 ) -> dict[str, Tensor]:
     """A model's tensors under the names of its files, which servers know: as `save_pretrained` writes them by default.
 
-    Relies on: `core_model_loading.revert_weight_conversion`, which hands on a tensor
+    Relies on: `core_model_loading.revert_weight_conversion`, which passes on a tensor
     that is only renamed, and the names of the operations in
     `PreTrainedModel._weight_conversions`.
     Breaks: Saving would fail; or vLLM and SGLang would not find the weights of models
@@ -1229,7 +1229,7 @@ def lora_fault(wrapper: Any) -> str | None:
         share = getattr(wrapper.lora_dropout[name], "p", 0.0)
         if share:
             return (
-                f"lora_dropout is {share:g}, and a weight that is merged has no path of its own to drop: "
+                f"lora_dropout is {share:g}, and a weight that is merged has no separate path to drop: "
                 "set lora_dropout to 0"
             )
         if wrapper.lora_bias.get(name):

@@ -356,7 +356,7 @@ class MoQController:
         with explained("the checkpoint's MoQ state is damaged"):
             # Keys that the saved config lacks had their defaults.
             changed = changes(MoQConfig.load(state["config"]), self.config)
-            # Start anew, since the best checkpoint is loaded after all steps.
+            # Start from a new schedule, since the best checkpoint is loaded after all steps.
             self.schedule = copy.deepcopy(self._begun)
             load_schedule(self.schedule, state, changed)
             self.history = [Switch(*switch) for switch in state["history"]]

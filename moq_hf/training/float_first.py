@@ -133,7 +133,7 @@ class FloatPhase:
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
         if callable(getattr(optimizer, "eval", None)):
             raise MoQError(
-                f"float_first: {type(optimizer).__name__} averages its steps and cannot begin anew after the float "
+                f"float_first: {type(optimizer).__name__} averages its steps and cannot start afresh after the float "
                 "phase; take another optimizer, or train in float first and give MoQTrainer(teacher=) that model"
             )
         if self.trainer.args.should_save:

@@ -138,7 +138,7 @@ class DivergenceMeasure(_Measure):
     name = "divergence"
 
     def check_model(self) -> None:
-        """Check that FSDP2 gathers each weight for the module that multiplies with it.
+        """Check that FSDP2 gathers each weight for the module that uses it.
 
         Raises:
             MoQError: It gathers them for a wrapper of the model.

@@ -272,7 +272,7 @@ class Sensitivity:
             raise MoQError(
                 f"{self.measure.name}s: no training example was seen before they are measured"
             )
-        # Ranks must agree on whether to measure, and on what it cost.
+        # Ranks must agree on whether to measure, and on the cost.
         count = float(sum(map(rows_of, batches)))
         return batches, mean_over_ranks([count], device)[0]
 

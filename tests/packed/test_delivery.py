@@ -525,7 +525,7 @@ def test_a_pruned_layer_is_named_and_saved_once_pruning_is_permanent(
     settings = arguments(tmp_path, max_steps=2)
     trainer = MoQTrainer(bert(), settings, train_dataset=rows_of(TASK), moq_config=FIXED, callbacks=[Prune()])
     trainer.train()
-    told = r"the weights of bert\.pooler\.dense are computed anew in each forward pass, .*prune\.remove"
+    told = r"the weights of bert\.pooler\.dense are recomputed in each forward pass, .*prune\.remove"
     assert re.search(rf"nothing is delivered to .*: {told}", caplog.text)
     with pytest.raises(MoQError, match=told):
         trainer.save_model()

@@ -626,7 +626,7 @@ def test_an_optimizer_that_averages_its_steps_is_refused(tmp_path: Path) -> None
 
     model = calm_model()
     trainer = float_first(tmp_path, trainer={"model": model, "optimizers": (Free(model.parameters(), lr=1e-3), None)})
-    with pytest.raises(MoQError, match="Free averages its steps and cannot begin anew"):
+    with pytest.raises(MoQError, match="Free averages its steps and cannot start afresh"):
         trainer.train()
 
 
