@@ -146,7 +146,7 @@ def loads(model: Any, folder: Path, stranger: Stranger) -> str:
     """Have a process without moq_hf load the folder; its layout.
 
     Raises:
-        AssertionError: It answers otherwise than the model in memory.
+        AssertionError: Its answers differ from those of the model in memory.
     """
     reply = stranger.load(folder, model, prompt(), generate=True)
     assert reply.get("equal"), reply

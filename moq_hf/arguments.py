@@ -1,4 +1,4 @@
-"""`MoQArguments`: the keywords of a config as arguments of a command line, or of a YAML file of TRL's."""
+"""`MoQArguments`: the keywords of a config as arguments on a command line, or in a YAML file for TRL."""
 
 import json
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from .config import MoQConfig
 from .config_reading import key_schemas, legal, places
 from .errors import MoQConfigError
 
-# Arguments of others have these names.
+# TrainingArguments and TRL's classes use these names.
 _TAKEN = ("enabled", "verbose", "seed")
 
 
 class Unsaid(Enum):
-    """The value of a keyword that nobody gave, where None is one that it can be given."""
+    """The value of a keyword that was not given, if None can be given."""
 
     UNSAID = "not said"
 
@@ -42,7 +42,7 @@ def _options() -> list[tuple[str, Any, Any]]:
             schema = key_schemas()[name]
             text = f"{schema['description']} ({legal(schema)})"
             kinds = {k.get("type", "object") for k in schema.get("anyOf", [schema])}
-            # For a list argparse has no default but None.
+            # For a list argparse knows no default but None.
             if "null" in kinds and "array" not in kinds:
                 unsaid = Unsaid.UNSAID
         kind: Any = str | None
@@ -71,14 +71,14 @@ class MoQArguments(_Keywords):  # type: ignore[misc]
     """Arguments for `HfArgumentParser` and `TrlParser`: the keywords of `MoQConfig`, and what `MoQTrainer` takes.
 
     Numbers and sections are JSON on a command line: `--bits 4`, `--eigenvalue
-    '{"enabled": true}'`, `--embeddings null`. What is not said is None, or `Unsaid`
-    where null is a value. `enabled`, `verbose` and `seed` are for the config that
-    `moq_config` names.
+    '{"enabled": true}'`, `--embeddings null`. Keywords that are not given are None, or
+    `Unsaid` if null is one of their values. `enabled`, `verbose` and `seed` can only be
+    set in the config that `moq_config` names.
 
     Attributes:
-        moq_config: A preset, or the path of a JSON file; the keywords go before it.
-        float_first: As `MoQTrainer` has it.
-        teacher: Folder or Hub id, `distillation.teacher` of the config.
+        moq_config: A preset, or the path of a JSON file; the keywords override it.
+        float_first: The argument of `MoQTrainer`.
+        teacher: Folder or Hub id, `distillation.teacher` in the config.
 
     >>> MoQArguments(bits="4", group_size="32").config() == MoQConfig(bits=4, group_size=32)
     True
@@ -87,10 +87,10 @@ class MoQArguments(_Keywords):  # type: ignore[misc]
     """
 
     moq_config: str | None = _option(
-        "preset (w4, ...) or JSON file of the quantization, which the other arguments go before"
+        "preset (w4, ...) or JSON file of the quantization, which the other arguments override"
     )
     float_first: float | None = _option(
-        "train in float for that share of the steps (alone: half); the model is start and teacher of the rest",
+        "train in float for that share of the steps (alone: half); that model is the start and teacher of the rest",
         nargs="?",
         const=0.5,
     )
@@ -110,7 +110,7 @@ class MoQArguments(_Keywords):  # type: ignore[misc]
             if getattr(self, option.name) is not option.default
         }
         section = given.get("distillation", {})
-        # What is no section is told by the config.
+        # The config reports a value that is not a section.
         if self.teacher is not None and isinstance(section, Mapping):
             if "teacher" in section:
                 raise MoQConfigError(
@@ -120,7 +120,7 @@ class MoQArguments(_Keywords):  # type: ignore[misc]
         return given
 
     def config(self) -> MoQConfig | None:
-        """The config; None where nothing asks for one.
+        """The config; None if no argument asks for one.
 
         Raises:
             MoQConfigError: Lists everything that is wrong with it.
@@ -140,7 +140,7 @@ class MoQArguments(_Keywords):  # type: ignore[misc]
 
 
 def _value(said: Any) -> Any:
-    """Read the JSON in a word of a command line; what is none is text."""
+    """Read a word of a command line as JSON; any other word is text."""
     if not isinstance(said, str):
         return said
     try:

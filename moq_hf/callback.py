@@ -33,7 +33,7 @@ from .names import pretrained, uncompiled
 from .packed.load_check import ReferenceOutputs, kept_batch
 from .packed.save import Delivered, SaveOptions, deliver
 from .packed.state import shareable
-from .processes import gathered_state_dict, is_gathered_per_pass
+from .processes import gathered_state_dict, has_gathered_weights
 from .schedule import Switch
 from .seams.transformers import (
     ExportableState,
@@ -77,7 +77,7 @@ _SHOWN = ("moq/bits", "moq/mean_bits", "moq/blend")
 
 
 class _AfterAll(TrainerCallback):
-    """Acts once, after all other callbacks, in the first of some events; one that is under way counts."""
+    """Acts once, after all other callbacks, at the first of some events, which may be under way already."""
 
     def __init__(self, trainer: Trainer, act: Callable[..., Any], *events: str) -> None:
         self.trainer = trainer
@@ -95,15 +95,15 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     The model is made ready when the Trainer is built, and again (a `model_init` makes a
     new one) when training begins. After each optimizer step that was not skipped the
-    schedule advances. A run that resumes from a checkpoint goes on where the checkpoint
-    was. At the end of training, after all other callbacks, the packed model is written to the folder `quantized` in
-    the output folder, of which each trial of a search has its own, and
+    schedule advances. A run that resumes from a checkpoint goes on from there. At the end
+    of training, after all other callbacks, the packed model is written to the folder
+    `quantized` in the output folder (each trial of a search has its own), and
     `trainer_state.json` beside it, for `moq-hf report`.
 
-    What it does to the Trainer: it puts itself first among the callbacks, so that
+    What it changes in the Trainer: it puts itself first among the callbacks, so that
     TensorBoard, W&B and all others find `moq/bits` and `moq/mean_bits` in every log of
     a loss; a notebook's table gets a column `moq/bits`; and `save_model`, which writes
-    float weights where no `MoQTrainer` does it, says so.
+    float weights unless it is that of a `MoQTrainer`, says so.
 
     With `eigenvalue.enabled` it takes the batches that go through the model in
     training, and the loss that the model gives for them.
@@ -111,10 +111,10 @@ class MoQCallback(TrainerCallback, ExportableState):
     Args:
         config: A preset's name, the path of a JSON file, a mapping or a `MoQConfig`.
         loss: For `eigenvalue.enabled`: gives the scalar mean loss of a model on a
-            batch, where that is not the loss in the model's output (label smoothing,
+            batch, if that is not the loss in the model's output (label smoothing,
             `compute_loss_func`). It takes the model and the keyword arguments of its
             forward pass as a dict.
-        **keywords: Those of `MoQConfig`, which go before what `config` says.
+        **keywords: Those of `MoQConfig`, which override what `config` says.
 
     Raises:
         MoQConfigError: The config is wrong.
@@ -123,9 +123,9 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller: The `MoQController` of the model in training; None before a Trainer
             has the callback, and if the config is not enabled.
         plan: The `Plan` of the run; None before it begins.
-        delivered: What was written at the end of training: `path`, `bytes` of the
-            weights and `proof`; None before, where nothing was written, and in
-            processes that do not save.
+        delivered: The folder written at the end of training: `path`, `bytes` of the
+            weights and `proof`; None before, if nothing was written, and in processes
+            that do not save.
 
     >>> callback = MoQCallback("w4", start_bits=8)
     >>> callback.config.bits, callback.controller is None
@@ -157,7 +157,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         # The scalars of the last step in float, until the next step.
         self._last_in_float: dict[str, float] | None = None
         self._hook: RemovableHandle | None = None
-        # A batch of this run, to prove on what it delivers.
+        # A batch of this run, to prove the delivered model on.
         self._kept: dict[str, Any] | None = None
         self._readers_checked = False
 
@@ -168,22 +168,22 @@ class MoQCallback(TrainerCallback, ExportableState):
 
     @property
     def is_handed_batches(self) -> bool:
-        """The Trainer hands its batches to `observe` itself, with what its loss needs and the model does not see."""
+        """True if the Trainer itself hands its batches to `observe`, including what only its loss needs."""
         return self.trainer is not None and not is_trl(self.trainer)
 
     @property
     def bits(self) -> dict[str, int]:
-        """Block name to the bits of its layers in the next forward pass, 32 in float; no tables. Empty without one."""
+        """Block name to the bits of its layers in the next forward pass, 32 in float, without embedding tables."""
         return {} if self.controller is None else dict(self.controller.schedule.bits)
 
     @property
     def mean_bits(self) -> float | None:
-        """Bits per parameter of the whole model now, what stays in float included; None before training."""
+        """Bits per parameter of the whole model now, including what stays in float; None before training."""
         return None if self.controller is None else self.controller.sizes.mean_bits
 
     @property
     def history(self) -> tuple[Switch, ...]:
-        """Every change of precision so far, those before the run was resumed too."""
+        """Every change of precision so far, including those before the run was resumed."""
         return () if self.controller is None else tuple(self.controller.history)
 
     def state(self) -> dict[str, Any]:
@@ -200,13 +200,13 @@ class MoQCallback(TrainerCallback, ExportableState):
             if self.loss is not None:
                 attributes["had_loss"] = True
         elif self._host is not None:
-            # A run that is switched off hands on what it resumed.
+            # A run with `enabled: false` passes on the state that it resumed.
             before = callback_states(self._host.state).get(self._name, {})
             attributes = before.get("attributes", attributes)
         return {"args": {"config": self.config.to_dict()}, "attributes": attributes}
 
     def run_of(self, state: TrainerState) -> Run:
-        """The run that a Trainer's state is of, which is read once.
+        """The run to which a Trainer's state belongs; its checkpoint is read once.
 
         Raises:
             MoQError: The checkpoint's entry of MoQ is damaged, or of another version.
@@ -254,13 +254,13 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._find_trainer(state)
         inventory = take_inventory(kwargs["model"], self.config)
         if is_quantized(inventory.model):
-            # By an earlier run: until training begins, evaluating it must give what
-            # that run delivered.
+            # An earlier run quantized it: until training begins, evaluation must give
+            # what that run delivered.
             if getattr(self.controller, "model", None) is not inventory.model:
                 self.controller = None
             return
-        # The length of the run is not known yet. Training makes a controller of that
-        # length, and of the model as it finds it.
+        # The length of the run is not known yet; `on_train_begin` makes a controller
+        # for that length and the model as it is then.
         self.controller = MoQController(inventory, self.config, sys.maxsize)
         self._made_for = self._host
         if self.trainer is None and state.is_world_process_zero:
@@ -296,7 +296,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             )
         self.delivered = None
         call_first(self._host, self)
-        # A run that ended with an error may have left some.
+        # A run that failed may have left some.
         self._host.remove_callback(_AfterAll)
         model = kwargs["model"]
         if run.saved is None and run.is_over:
@@ -322,8 +322,7 @@ class MoQCallback(TrainerCallback, ExportableState):
                 run.first,
                 run.first + controller.schedule.offset,
             )
-            # What was evaluated in float is not a candidate for the best quantized
-            # model.
+            # A float evaluation is not a candidate for the best quantized model.
             forget_best(state)
         controller.check_ranks()
         self._announce(controller, run)
@@ -352,10 +351,10 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._host.add_callback(_AfterAll(self._host, act, *events))
 
     def _check_host(self, controller: MoQController, args: TrainingArguments) -> None:
-        """Refuse a Trainer whose result could not be delivered, or whose reference was quantized too soon.
+        """Check that the Trainer's result can be delivered, and that its reference was not quantized too soon.
 
         Raises:
-            MoQError: It is one of these.
+            MoQError: It cannot, or it was.
         """
         lacks = controller.sizes.lacks(self.config)
         if lacks is not None:
@@ -377,7 +376,7 @@ class MoQCallback(TrainerCallback, ExportableState):
     ) -> None:
         if controller.sensitivity is None:
             return
-        # A resumed run has the checkpoint's state, and goes on with a batch size of its own.
+        # A resumed run has the checkpoint's state, and goes on with its own batch size.
         batch = args.train_batch_size
         if args.auto_find_batch_size and state.train_batch_size:
             batch = state.train_batch_size
@@ -389,7 +388,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         controller.sensitivity.measure.loss = self.loss or own_loss
 
     def _go_on(self, controller: MoQController, run: Run) -> None:
-        """Bring a new schedule to where the checkpoint's was, and say what has changed."""
+        """Continue the checkpoint's schedule, and say what has changed."""
         assert run.saved is not None
         controller.load_state_dict(run.saved)
         before = run.beside
@@ -411,8 +410,7 @@ class MoQCallback(TrainerCallback, ExportableState):
     def _announce(self, controller: MoQController, run: Run) -> None:
         state = run.state
         schedule = controller.schedule
-        # Steps that the schedule never counted: those before it began, and skipped
-        # ones.
+        # The schedule did not count steps before it began, nor skipped ones.
         steps = run.last - (run.first - schedule.steps)
         check_room(schedule, steps)
         # A resumed schedule keeps the length that it was planned for.
@@ -504,7 +502,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         self._start_from_gptq(controller, [switch.block for switch in switches])
         self._has_switched = bool(switches) or begins_quantized
         if not had_arrived:
-            # What was evaluated so far is not a candidate for the best quantized model.
+            # An evaluation up to here is not a candidate for the best quantized model.
             forget_best(state)
 
     def _start_from_gptq(
@@ -522,8 +520,8 @@ class MoQCallback(TrainerCallback, ExportableState):
     def _was_skipped(self, optimizer: Any) -> bool:
         before = self._loss_scale
         self._loss_scale = loss_scale(optimizer)
-        # A fused optimizer is called whatever the gradients are and skips by itself,
-        # which Accelerate does not see; the scale falls then too.
+        # A fused optimizer is called whatever the gradients are and skips a step itself,
+        # which Accelerate does not see; but the scale falls.
         return (
             bool(getattr(optimizer, "step_was_skipped", False))
             or self._loss_scale < before
@@ -536,13 +534,13 @@ class MoQCallback(TrainerCallback, ExportableState):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Log a change of precision, in an entry of its own; let a MoQTrainer log the evaluation of its float phase."""
+        """Log a change of precision in a separate entry; let a MoQTrainer log the evaluation of its float phase."""
         phase = None if self.trainer is None else self.trainer.float_phase
         if phase is not None and self._last_in_float is not None:
             # Logging resets should_log, and the loss of the step is still to be logged.
             is_due = control.should_log
             phase.log()
-            # The loss with the teacher is another one, which needs a mean of its own.
+            # The loss with the teacher is another one, and needs a separate mean.
             control.should_log = is_due or args.logging_strategy != IntervalStrategy.NO
         controller = self.controller
         if controller is None:
@@ -559,11 +557,11 @@ class MoQCallback(TrainerCallback, ExportableState):
     def _log_switch_after_loss(
         self, args: Any, state: Any, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Log the end of the float phase once its last loss was logged, or at once where that loss is not due."""
+        """Log the end of the float phase once its last loss has been logged, or at once if none is due."""
         if not control.should_log:
             self._log_switch(args, state, control, **kwargs)
             return
-        # A Trainer may have a way of its own to log it.
+        # Some Trainers log it in their own way, without `on_log`.
         events = ("on_log", "on_step_begin", "on_train_end")
         self._after_all(self._log_switch, *events)
 
@@ -575,14 +573,14 @@ class MoQCallback(TrainerCallback, ExportableState):
         logs: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Log the bits from here on, of all blocks."""
+        """Log the bits that all blocks have from here on."""
         self._last_in_float = None
         controller = self.controller
         assert controller is not None
         whole = controller.metrics()
         epoch = {"epoch": state.epoch}
         entry = {**whole, **controller.block_metrics(), **epoch}
-        # Not by `Trainer.log`, with which some Trainers reset their own running means.
+        # Not through `Trainer.log`, at which some Trainers reset their running means.
         state.log_history.append({**entry, "step": state.global_step})
         shown = _shown(whole) | epoch
         for callback in callbacks_of(self._host):
@@ -614,7 +612,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             self.controller.set_evaluating(True)
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Let quantized weights end with their passes again."""
+        """Let quantized weights live no longer than their passes again."""
         if self.controller is not None:
             self.controller.set_evaluating(False)
 
@@ -627,7 +625,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Complete a checkpoint of shards; one from before the target precision is not a candidate for the best one."""
+        """Complete a sharded checkpoint; before the target precision none is a candidate for the best one."""
         if self.controller is None:
             return
         if state.is_world_process_zero:
@@ -646,7 +644,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Take the bits of the weights that training ends with, those of the best checkpoint, and deliver the model.
+        """Take the bits of the weights that training ends with, perhaps the best checkpoint's, and deliver the model.
 
         Raises:
             MoQError: A weight holds NaN or Inf.
@@ -661,8 +659,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         if best is not None:
             controller.load_state_dict(best)
         else:
-            # A schedule-free optimizer evaluates other weights than those that it
-            # trains.
+            # A schedule-free optimizer trains other weights than it evaluates.
             optimizer: Any = kwargs.get("optimizer")
             if hasattr(optimizer, "eval"):
                 optimizer.eval()
@@ -687,18 +684,18 @@ class MoQCallback(TrainerCallback, ExportableState):
             self._kept = None if batch is None else kept_batch(batch)
         if not controller.has_begun:
             return
-        # One of the others may change the weights at the end, as an EMA's does.
+        # Another callback may change the weights at the end, as that of an EMA does.
         self._after_all(self._deliver, "on_train_end")
 
     @property
     def _folder(self) -> Path:
-        """Where the packed model goes; each trial of a search has a folder of its own."""
+        """The folder for the packed model; each trial of a search has a separate one."""
         return checkpoint_folder(self._host).parent / "quantized"
 
     def _deliver(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
-        """Write the packed model and the state of the run, and say what has become of it, in one block."""
+        """Write the packed model and the state of the run, and sum the run up for the user."""
         controller = self.controller
         assert controller is not None
         folder = self._folder
@@ -730,7 +727,7 @@ class MoQCallback(TrainerCallback, ExportableState):
     def _close(
         self, controller: MoQController, state: TrainerState, best: int | None
     ) -> None:
-        """Say what has become of the run."""
+        """Print how the run ended, and where the result is."""
         text = "moq_hf:"
         if controller.has_arrived and self.plan is not None:
             planned = [
@@ -751,7 +748,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         tqdm.write(text)
 
     def _tell_of_floats(self, folder: Path) -> None:
-        """Say what a stock Trainer has saved in a folder."""
+        """Say that a stock Trainer has saved float weights in a folder."""
         if self.delivered is not None:
             tqdm.write(
                 f"moq_hf: {folder} has the float weights, which training can go on with; "
@@ -759,7 +756,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             )
 
     def answers(self, args: TrainingArguments) -> ReferenceOutputs | None:
-        """The model's answers to a batch of its run, to compare what is delivered with; called in every process.
+        """The model's answers to a batch of its run, to compare those of the files with; called in every process.
 
         Args:
             args: The Trainer's.
@@ -772,9 +769,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             return None
         model = self.controller.model
         # A sharded model must answer in every process.
-        if not args.should_save and not any(
-            map(is_gathered_per_pass, model.parameters())
-        ):
+        if not args.should_save and not has_gathered_weights(model):
             return None
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         return ReferenceOutputs(model, self._kept, dtype)
@@ -787,8 +782,8 @@ class MoQCallback(TrainerCallback, ExportableState):
     def _listen(self, controller: MoQController, is_compiled: bool) -> None:
         """Watch what goes through the model in training, if anything is wanted of it."""
         self._stop_listening()
-        # A compiled model's hooks are compiled too; what it is proven on is taken from
-        # the data in the end.
+        # Hooks of a compiled model would be compiled too, so the batch of its proof is
+        # taken from the data loader in the end.
         self._kept = None
         self._readers_checked = is_compiled
         is_measured = controller.sensitivity is not None and not self.is_handed_batches
@@ -814,14 +809,14 @@ def write_result(
     callback: MoQCallback | None,
     **more: Any,
 ) -> Delivered | None:
-    """Deliver the model of a run, with what goes with it; every process must call it.
+    """Deliver the model of a run with its tokenizer and metrics; every process must call it.
 
     Args:
-        trainer: The Trainer, a stock one too.
-        model: With quantized layers.
-        folder: Where to.
-        callback: The one that trains the model, which answers a batch to prove the
-            files on; None where none does.
+        trainer: Any Trainer, a stock one too.
+        model: A model with quantized layers.
+        folder: The folder to write.
+        callback: The callback that trains the model, and has kept a batch to prove the
+            files on; None without one.
         **more: More fields of `SaveOptions`.
 
     Returns:
@@ -849,7 +844,7 @@ def write_result(
 
 
 def metrics_of(trainer: Any) -> Mapping[str, Any]:
-    """The metrics of what a Trainer delivers: `final_metrics` of a `MoQTrainer`, else those of the last evaluation."""
+    """The metrics to deliver: `final_metrics` of a `MoQTrainer`, else those of the last evaluation."""
     state = trainer.state
     given: Mapping[str, Any] | None = getattr(trainer, "final_metrics", None)
     return given or last_metrics(state.log_history, best_step(trainer.args, state))

@@ -34,7 +34,7 @@ _size = _number(Size, "a number above 0")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Ends with an error in one line, where argparse would list all options above it."""
+    """Ends with an error in one line, without argparse's list of all options above it."""
 
     def error(self, message: str) -> NoReturn:
         """End the program with one line on stderr."""
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.set_defaults(run=run)
     parsed, rest = parser.parse_known_args(argv)
     options = vars(parsed)
-    # argparse of Python 3.11 does not find an optional argument behind an option.
+    # argparse of Python 3.11 does not find an optional argument after an option.
     is_export = options.get("run") is _export and "out" not in options
     if is_export and len(rest) == 1 and not rest[0].startswith("-"):
         options["out"] = rest.pop()
@@ -99,7 +99,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_steps(parser)
     parser.add_argument(
         "--model",
-        help="folder or Hub id of the model: what is quantized, the size of the result, and the memory of the run",
+        help="folder or Hub id of the model, to show what is quantized, the size of the result, and the memory needed",
     )
 
 
@@ -175,8 +175,8 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout",
         type=_layout,
-        help="how the weights lie in the files: packed, unpacked, floats, gemma (transformers' own 2, 4 and 8 bits, "
-        "which stay packed in memory, for transformers >= 5.23 alone) or mxfp4; default: what loads",
+        help="how the files hold the weights: packed, unpacked, floats, gemma (transformers' own 2, 4 and 8 bits, "
+        "which stay packed in memory, only for transformers >= 5.23) or mxfp4; default: the first that loads",
     )
 
 
@@ -190,7 +190,7 @@ def _add_packed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         metavar="DIR",
-        help="what save_quantized, MoQTrainer.save_model or a run's end wrote",
+        help="a folder that save_quantized, MoQTrainer.save_model or the end of a run wrote",
     )
 
 
@@ -234,12 +234,12 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     gguf = parser.add_argument_group("gguf")
     gguf.add_argument(
         "--base",
-        help="what llama.cpp's converter made of the checkpoint as floats (--to float)",
+        help="the file that llama.cpp's converter made of the checkpoint as floats (--to float)",
     )
     gguf.add_argument(
         "--converter",
         metavar="PATH",
-        help="instead: llama.cpp's convert_hf_to_gguf.py, or the folder it lies in; the base is made with it",
+        help="instead: llama.cpp's convert_hf_to_gguf.py, or its folder, to make the base with",
     )
     onnx = parser.add_argument_group("onnx")
     add = onnx.add_argument
@@ -269,7 +269,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add(
         "--cpu",
         choices=("auto", "vnni", "avx2"),
-        help="what int8 is made for; default: auto, which is what suits this machine",
+        help="the CPUs that int8 is made for; default: auto, those like this machine's",
     )
     add(
         "--tolerance",
@@ -313,7 +313,7 @@ def _add_data(parser: Any, does: str) -> None:
     """Add the options that name evaluation data."""
     parser.add_argument(
         "--validation_file",
-        help=f'{does}: JSON lines with one or two texts and "label"; default: sentences of our own',
+        help=f'{does}: JSON lines with one or two texts and "label"; default: built-in sentences',
     )
     parser.add_argument(
         "--task_name",
@@ -323,7 +323,7 @@ def _add_data(parser: Any, does: str) -> None:
 
 
 def _read_data(options: dict[str, Any]) -> None:
-    """Replace the options that name evaluation data by the data.
+    """Replace the options that name evaluation data with the data.
 
     Raises:
         MoQError: There is no such data, or a task without a file.
@@ -339,31 +339,31 @@ def _read_data(options: dict[str, Any]) -> None:
         raise MoQError("--task_name goes with --validation_file")
 
 
-# For each command: the functions that add its arguments and run it, its line in the list of commands, its help.
+# Each command with the functions that add its arguments and run it, its line in the list of commands, and its help.
 _COMMANDS: dict[str, tuple[Callable[[Any], None], Callable[..., None], str, str]] = {
     "plan": (
         _add_plan,
         _plan,
-        "which precision a run will have when, and what memory it takes",
+        "show which precision a run will have when, and how much memory it takes",
         "Show when each drop comes for the least and the most sensitive block, and what will not be reached.",
     ),
     "migrate": (
         _add_migrate,
         _migrate,
         "turn a DeepSpeed file into a moq_hf config that fits a run",
-        "Write what the section quantize_training of a DeepSpeed config says, with every default that DeepSpeed "
-        "assumes, so that a run of --max_steps reaches its target.",
+        "Write a config with the settings in the section quantize_training of a DeepSpeed config, and every default "
+        "that DeepSpeed assumes, changed so that a run of --max_steps reaches its target.",
     ),
     "report": (
         _add_report,
         _report,
-        "what a finished run did, as one HTML page",
+        "show a finished run on one HTML page",
         "Write moq_report.html from the folder of a finished run, beside a float run in its folder float.",
     ),
     "pack": (
         _add_pack,
         _pack,
-        "the packed model of a run's checkpoint, in little memory",
+        "pack the model of a run's checkpoint, in little memory",
         "Write the packed model that MoQTrainer.save_model would have written at a checkpoint's step. The weights are "
         "read one at a time: from safetensors, from the shards of FSDP2, or from DeepSpeed's files.",
     ),
@@ -372,7 +372,7 @@ _COMMANDS: dict[str, tuple[Callable[[Any], None], Callable[..., None], str, str]
         _verify,
         "check that a packed checkpoint is whole, and say whether it was proven",
         "Compare every tensor with its digest, and every code and scale with the declared grid. The exit status is 2 "
-        "where something is damaged, or the model does not compute what was evaluated.",
+        "if something is damaged, or the model does not compute what was evaluated.",
     ),
     "inspect": (
         _add_packed,

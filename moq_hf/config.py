@@ -1,4 +1,4 @@
-"""`MoQConfig`: a config of a preset, a file, a mapping or keywords."""
+"""`MoQConfig`: a config from a preset, a file, a mapping or keywords."""
 
 import html
 import json
@@ -18,7 +18,7 @@ from .errors import MoQConfigError, listed
 
 # Configs that come with the package, in its folder `presets`, by their names.
 PRESETS = ("w8", "w4", "w3", "w2", "lm-w4", "moq", "auto", "eigen")
-# Schemes of other libraries, and what to write here.
+# Schemes of other libraries, and their equivalents here.
 _SCHEMES = {
     "w4a16": "w4",
     "w8a16": "w8",
@@ -36,14 +36,14 @@ class MoQConfig(ConfigFields):
 
     Args:
         source: A preset by its name, the path of a JSON file, a mapping, or nothing.
-        **keywords: Keys with their values, and sections as mappings: they go before
-            what the source says.
+        **keywords: Keys with their values, and sections as mappings; they override the
+            source.
 
     Attributes:
         kernel: Triton kernels: wanted, not wanted, or None for wherever they run.
-        scale_dtype: What scales are rounded to; None leaves it to `serve`.
-        dialect: What the source was written in: keywords, DeepSpeed's words, or its
-            section `quantize_training`, where keys that are left out have DeepSpeed's
+        scale_dtype: The dtype that scales are rounded to; None leaves it to `serve`.
+        dialect: The language of the source: keywords, DeepSpeed's words, or its section
+            `quantize_training`, in which keys that are left out have DeepSpeed's
             defaults.
 
     Raises:
@@ -63,11 +63,11 @@ class MoQConfig(ConfigFields):
     moq_hf.errors.MoQConfigError: MoQ config: grop_size: unknown key, did you mean group_size?
     """
 
-    # Under which name transformers finds what loads a model with it; see `hf_quantizer`.
+    # The name by which transformers finds the quantizer for it; see `hf_quantizer`.
     quant_method: ClassVar[str] = "moq"
 
     def __init__(self, source: Any = None, /, **keywords: Any) -> None:
-        # No key, but a copy has it.
+        # Not a key, but `dataclasses.replace` passes it.
         copied = {}
         if keywords.get("dialect") in dialect.LANGUAGES:
             copied["dialect"] = keywords.pop("dialect")
@@ -76,7 +76,7 @@ class MoQConfig(ConfigFields):
             made = parse(*_document_of(source), keywords)
         elif keywords:
             raise MoQConfigError(
-                f"a MoQConfig and {listed(list(keywords))} beside it: give the keywords to the MoQConfig"
+                f"a MoQConfig, and {listed(list(keywords))} beside it: give the keywords to the MoQConfig"
             )
         self.__dict__.update(vars(made) | copied)
 
@@ -86,11 +86,11 @@ class MoQConfig(ConfigFields):
         source: "MoQConfig | Mapping[str, Any] | str | os.PathLike[str] | None" = None,
         **keywords: Any,
     ) -> "MoQConfig":
-        """A preset by its name, the path of a JSON file, a mapping, or a `MoQConfig` as it is.
+        """Make a config from a preset's name, the path of a JSON file or a mapping; a `MoQConfig` stays as it is.
 
         Args:
-            source: One of the four; None: the keywords say it all.
-            **keywords: As of the constructor: they go before what the source says.
+            source: One of the four; None takes the keywords alone.
+            **keywords: As for the constructor: they override the source.
 
         Raises:
             MoQConfigError: No such preset or file, a wrong config, or keywords beside a
@@ -116,7 +116,7 @@ class MoQConfig(ConfigFields):
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> "MoQConfig":
-        """Read the same from a mapping.
+        """Read a config from a mapping, as `from_file` does from a file.
 
         Raises:
             MoQConfigError: Lists everything that is wrong with it.
@@ -126,7 +126,7 @@ class MoQConfig(ConfigFields):
         return made
 
     def changed(self, *also: str) -> dict[str, Any]:
-        """The bits, and the keys whose values are not the defaults, as `from_dict` takes them.
+        """The bits, and the keys whose values differ from the defaults, as `from_dict` takes them.
 
         Args:
             *also: Paths of more keys.
@@ -135,14 +135,14 @@ class MoQConfig(ConfigFields):
         {'bits': 4, 'start_bits': 8, 'eigenvalue': {'enabled': True, 'tol': 0.1}}
         """
         written = self.flat()
-        # Defaults of others depend on these.
+        # The defaults of other keys depend on these.
         given = {name: written[name] for name in ("bits", "start_bits", "period")}
-        # What is switched off may have bits that would quantize nothing.
+        # A config that is switched off may have bits that would quantize nothing.
         defaults = MoQConfig(**given, enabled=False).flat()
         own = {"enabled": True, "start_bits": max(self.targets), "period": "auto"}
         defaults |= own
         also += ("bits",)
-        # A section without its switch would be on.
+        # The section without its switch would be on.
         if self.activations != ActivationConfig():
             also += ("activations.enabled",)
         return by_section(
@@ -154,18 +154,18 @@ class MoQConfig(ConfigFields):
         )
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the keys that were changed, and folded up all of them."""
+        """Show a notebook the keys that were changed, and all of them when unfolded."""
         changed = html.escape(json.dumps(self.changed(), indent=2))
         every = html.escape(json.dumps(self.to_dict(), indent=2))
         return f"<pre>{changed}</pre><details><summary>All keys</summary><pre>{every}</pre></details>"
 
     def to_dict(self) -> dict[str, Any]:
-        """The config in keywords, every key with its value; `from_dict` gives an equal config."""
+        """The config in keywords, with every key; `from_dict` makes an equal config from it."""
         written: dict[str, Any] = to_jsonable_python(self)
         return written
 
     def to_deepspeed(self) -> dict[str, Any]:
-        """The same in DeepSpeed's words, as its section `quantize_training` has them."""
+        """The config in DeepSpeed's words, as in its section `quantize_training`."""
         return by_section({dialect.word(path): v for path, v in self.flat().items()})
 
     def flat(self) -> dict[str, Any]:
@@ -180,10 +180,10 @@ class MoQConfig(ConfigFields):
 
 
 def _document_of(source: Any) -> tuple[Any, str]:
-    """The document that a config is made of, and what it is called in errors.
+    """The document that a config is made from, and its name in errors.
 
     Raises:
-        MoQConfigError: The source is none of what a config is made of, or cannot be read.
+        MoQConfigError: No config can be made from the source, or it cannot be read.
     """
     if source is None:
         return {}, "MoQConfig"
@@ -198,7 +198,7 @@ def _document_of(source: Any) -> tuple[Any, str]:
 
 
 def _refuse(source: Any) -> NoReturn:
-    """Say what to give for a config instead of what is none.
+    """Say what to give for a config instead.
 
     Raises:
         MoQConfigError: Always.
@@ -215,7 +215,7 @@ def read_document(path: str | os.PathLike[str]) -> Any:
     """The JSON document in a file, whose keys must differ.
 
     Raises:
-        MoQConfigError: It cannot be read, or is no JSON.
+        MoQConfigError: It cannot be read, or is not JSON.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")

@@ -1,7 +1,7 @@
-"""What a config holds: a field for each key, with what is legal, the default and the meaning.
+"""The fields of a config: one for each key, with its legal values, its default and its meaning.
 
-Reading, writing, and by `scripts/config_reference.py` the table in the documentation
-and the JSON Schema are made from the fields.
+Reading and writing use them, and `scripts/config_reference.py` makes the table in the
+documentation and the JSON Schema from them.
 """
 
 import copy
@@ -51,22 +51,22 @@ from .servers import NAMED
 T = TypeVar("T")
 
 # The largest integer that a key may have: counting more steps would be slow, and
-# printing them fail.
+# printing them would fail.
 LARGEST = 2**63 - 1
 # The bound of other numbers, beyond which sums overflow.
 UNBOUNDED = 1e300
 # The share of the run by which every block is at its target: a late last drop costs
 # accuracy at low bits.
 AUTO_DEADLINE = 0.25
-# Bits that a block may have under a budget, where the config does not name them.
+# Bits that a block may have under a budget, if the config does not name them.
 DEFAULT_CHOICES = (2, 3, 4, 8)
-# Types of values; the title is how an error says what is legal.
+# Types of values; an error says what is legal by the title.
 Flag = Annotated[bool, Field(strict=True, title="true or false")]
 Text = Annotated[str, Field(strict=True, min_length=1, title="text")]
 
 
 def one_of(names: Iterable[str]) -> GetPydanticSchema:
-    """What annotates a text that is one of these names."""
+    """An annotation for text that must be one of these names."""
     return GetPydanticSchema(lambda *_: literal_schema([*names]))
 
 
@@ -94,14 +94,14 @@ Size = Annotated[
 Weight = Annotated[
     float, Field(strict=True, ge=0, lt=UNBOUNDED, title="a number from 0")
 ]
-# Absent it is the target: the attribute always has a number.
+# If absent it becomes the target, so the attribute is always a number.
 if TYPE_CHECKING:
     StartBits = int
 else:
     StartBits = Bits | None
 # How the sensitivity of a block is measured.
 Measure = Literal["eigenvalue", "divergence"]
-# What gives the name of a key by its path.
+# Gives the name of a key by its path.
 Speller = Callable[[str], str]
 
 
@@ -126,7 +126,7 @@ def given_in(section: object) -> dict[str, Any]:
 
 @checked
 class BlendConfig:
-    """Forward sees r w + (1 - r) Q(w); r falls from 1 by the ratio each step and starts again at a switch."""
+    """The forward pass uses r w + (1 - r) Q(w); r falls from 1 by the ratio each step, and starts again at a switch."""
 
     enabled: Annotated[
         Flag, key("blend the float weight into the quantized one after each switch")
@@ -141,7 +141,7 @@ class BlendConfig:
 
 @checked
 class EigenvalueConfig:
-    """How the sensitivity of each block is measured. A `layer_num` of 0 becomes None, which is all."""
+    """The measurement of each block's sensitivity. A `layer_num` of 0 becomes None, which means all."""
 
     enabled: Annotated[Flag, key("sensitive blocks drop later")] = False
     verbose: Annotated[Flag, key("log every measurement")] = False
@@ -176,7 +176,7 @@ class EigenvalueConfig:
 
 @checked
 class SensitivityConfig:
-    """Which measure ranks blocks by how much rounding hurts; limits on measuring are in `eigenvalue`."""
+    """The measure that ranks blocks by how much rounding hurts; limits on measuring are in `eigenvalue`."""
 
     measure: Annotated[
         Measure | None,
@@ -189,7 +189,7 @@ class SensitivityConfig:
 
 @checked
 class DistillationConfig:
-    """A float model to follow, and the weights of what is compared."""
+    """The float model to learn from, and the weights of the parts of the loss."""
 
     teacher: Annotated[
         Text | None,
@@ -290,7 +290,7 @@ class BitBudget:
 
 @checked
 class OverrideConfig:
-    """Settings of the layers that a glob names. None: as of all layers."""
+    """Settings of the layers that a glob names; None leaves that of all layers."""
 
     bits: Annotated[Bits | None, key("precision at the end")] = None
     start_bits: Annotated[
@@ -302,14 +302,14 @@ class OverrideConfig:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern of a config means a layer: as a glob, or as a run of whole components of its name.
+    """True if a pattern of a config matches a layer: as a glob, or as a run of whole components of its name.
 
     >>> [matches("layer.1.query", pattern) for pattern in ("layer.*", "1.query", "1.que")]
     [True, True, False]
     >>> matches("layer.1.query.base_layer", "*.query")
     True
     """
-    # A layer that PEFT adapts goes by the name that it had before, too.
+    # A layer that PEFT adapts also goes by the name that it had before.
     return any(
         fnmatch.fnmatchcase(called, pattern) or f".{pattern}." in f".{called}."
         for called in (name, name.removesuffix(".base_layer"))
@@ -325,7 +325,7 @@ class ConfigFields:
         Bits
         | Annotated[
             BitBudget,
-            # Annotated, its result would be the schema.
+            # With an annotated return type, that would be the schema.
             PlainSerializer(lambda budget: given_in(budget)),
             Field(
                 title='{"mean": 3.0, "choices": [2, 3, 4, 8]}, or the same with "file_mb"',
@@ -416,7 +416,7 @@ class ConfigFields:
     pack_bits: Annotated[
         Literal[4, 8] | None,
         key(
-            "the fewest bits that a packed code takes in the files: codes of 3 bits lie in containers of 4, exact and "
+            "the fewest bits that a packed code takes in the files: codes of 3 bits are in containers of 4, exact and "
             "readable by compressed-tensors 0.17; null: their own"
         ),
     ] = None
@@ -514,13 +514,13 @@ class ConfigFields:
     seed: Annotated[
         Count, key("of stochastic rounding and of the eigenvalue start vectors")
     ] = 0
-    # The language of the document that it was read from.
+    # The language of the document that the config was read from.
     dialect: Annotated[
         Literal["keywords", "deepspeed", "quantize_training"], key("", exclude=True)
     ] = field(default="keywords", compare=False)
 
     def __post_init__(self) -> None:
-        """Give the values that follow from others."""
+        """Fill in the values that follow from others."""
         if self.start_bits is None:
             object.__setattr__(self, "start_bits", max(self.targets, default=16))
         if self.period == "auto" and self.deadline is None and self.falls:
@@ -528,30 +528,30 @@ class ConfigFields:
 
     @property
     def from_deepspeed(self) -> bool:
-        """Whether keys that were left out have DeepSpeed's defaults."""
+        """True if keys that are left out have DeepSpeed's defaults."""
         return self.dialect == "quantize_training"
 
     @property
     def symmetric(self) -> bool:
-        """Whether zero is in the middle of a grid."""
+        """True if zero is in the middle of a grid."""
         return self.q_type == "symmetric"
 
     @property
     def grouping(self) -> Grouping:
-        """Which weights share a scale."""
+        """The weights that share a scale."""
         if self.group_size is not None:
             return PerGroup(self.group_size)
         return PerChannel() if self.groups == "per_channel" else RowBlocks(self.groups)
 
     @property
     def has_row_groups(self) -> bool:
-        """Whether weights of a row have several scales, in some layers at least."""
+        """True if weights of a row have several scales, at least in some layers."""
         groups = [self.group_size, *(own.group_size for own in self.overrides.values())]
         return any(groups)
 
     @property
     def budget(self) -> BitBudget | None:
-        """What chooses the bits of each block; None if all have the same target."""
+        """The budget under which bits are chosen for each block; None if all blocks have the same target."""
         return self.bits if isinstance(self.bits, BitBudget) else None
 
     @property
@@ -582,12 +582,12 @@ class ConfigFields:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the length of the run decides on a step: by a deadline, or an offset that is a share."""
+        """True if a step depends on the length of the run: through a deadline, or an offset that is a share."""
         return self.deadline is not None or isinstance(self.offset, float)
 
     @property
     def falls(self) -> bool:
-        """Whether a block may have more bits at first than at the end, float apart."""
+        """True if a block may have more bits at first than at the end, leaving aside float."""
         return any(
             own.start_bits > min(own.targets, default=16)
             for own in self.variants().values()
@@ -607,7 +607,7 @@ class ConfigFields:
         )
 
     def of(self, layer: str) -> Self:
-        """The config of one layer: with what `overrides` say of it, and without them.
+        """The config of one layer, with what `overrides` say about it, and no overrides left.
 
         >>> config = ConfigFields(bits=4, overrides={"layer.0": {"bits": 8}})
         >>> config.of("layer.0.query").bits, config.of("layer.1.query").bits
@@ -619,11 +619,11 @@ class ConfigFields:
         return self._with(given)
 
     def globs_of(self, layer: str) -> list[str]:
-        """The globs of `overrides` that mean a layer."""
+        """The globs of `overrides` that match a layer."""
         return [glob for glob in self.overrides if matches(layer, glob)]
 
     def variants(self) -> dict[str, Self]:
-        """The config of layers that no glob means, by "", and by each glob that gives other bits that of its layers."""
+        """The config of layers that no glob matches, under "", and of those of each glob that gives other bits."""
         made = {"": self._with({})}
         for glob, override in self.overrides.items():
             own = self._with(given_in(override))
@@ -645,33 +645,33 @@ class ConfigFields:
 
     @property
     def measure(self) -> Measure:
-        """The measure of sensitivity in this run: that of `sensitivity`, or the default."""
+        """The measure of sensitivity in this run: the one in `sensitivity`, or the default."""
         return self.sensitivity.measure or (
             "eigenvalue" if self.budget is None else "divergence"
         )
 
     @property
     def grid(self) -> Grid:
-        """How the linear layers' weights are quantized, whatever their bits are; of a float32 model."""
+        """The grid of a float32 model's linear layers, whatever their bits."""
         return self.grid_of("float32")
 
     def grid_of(self, dtype: str) -> Grid:
-        """The same, of a model whose weights have a dtype.
+        """The grid of linear layers in a model whose weights have the given dtype, whatever their bits.
 
-        What was trained is what the servers in `serve` compute with. vLLM and SGLang
-        load scales in the half precision that they compute in: the model's own, else
-        bfloat16. Values of bfloat16 are exact in float16 too wherever that has them in
-        its normal range, so they fit a GGUF file as well.
+        Training uses what the servers in `serve` compute with. vLLM and SGLang
+        load scales in the half precision in which they compute: the model's own, or else
+        bfloat16. Values of bfloat16 in the normal range of float16 are exact there too,
+        so they also fit a GGUF file.
 
         Args:
-            dtype: Of the model's weights: "float32", "bfloat16" or "float16".
+            dtype: The dtype of the model's weights: "float32", "bfloat16" or "float16".
 
         >>> config = ConfigFields(bits=4, serve=("vllm", "llama.cpp"))
         >>> config.grid_of("float32").scale_dtype, config.grid_of("float16").scale_dtype
         ('bfloat16', 'float16')
         """
         served: ScaleDtype = "float16" if "llama.cpp" in self.serve else "float32"
-        # Plain transformers unpacks floats of 4 bits in a bfloat16 model.
+        # Plain transformers unpacks 4-bit floats only in a bfloat16 model.
         if {"vllm", "sglang"} & {*self.serve} or self.format != "int":
             served = "float16" if dtype == "float16" else "bfloat16"
         is_stochastic = self.rounding == "stochastic"
@@ -688,7 +688,7 @@ class ConfigFields:
         )
 
     def spell(self, path: str) -> str:
-        """What a key is called in the document that the config was read from.
+        """The name of a key in the document that the config was read from.
 
         >>> ConfigFields(bits=4).spell("bits"), ConfigFields(bits=4, dialect="deepspeed").spell("bits")
         ('bits', 'quantize_bits.target_bits')
@@ -696,7 +696,7 @@ class ConfigFields:
         return path if self.dialect == "keywords" else word(path)
 
     def conflicts(self, spell: Speller) -> Iterator[str]:
-        """Values that do not go together: a line on each conflict.
+        """Yield a line on each conflict between values.
 
         Args:
             spell: Gives the name of a key by its path.
@@ -708,7 +708,7 @@ class ConfigFields:
             )
         if self.range == "full" and not self.symmetric:
             yield (
-                f"{spell('range')}: full is of symmetric grids, an asymmetric one has all its codes; set it to narrow, "
+                f"{spell('range')}: full is for symmetric grids, an asymmetric one uses all codes; set it to narrow, "
                 f"or {spell('q_type')} to symmetric"
             )
         taught = ("logits", "hidden", "similarity", "embedding", "relations")
@@ -736,7 +736,7 @@ class ConfigFields:
         ):
             yield (
                 f"{spell('deadline')}: {self.deadline:g} of the run is not after {spell('offset')} {self.offset:g}, "
-                "from which on bits fall; make it later, or the offset earlier"
+                "where bits begin to fall; make it later, or the offset earlier"
             )
         yield from self._bits_conflicts(spell)
         for glob, override in self.overrides.items():
@@ -750,7 +750,7 @@ class ConfigFields:
                 )
                 continue
             elif glob == "*":
-                yield f"{where}: means every layer; say it of all without overrides"
+                yield f"{where}: matches every layer; set these for all layers, outside of overrides"
                 continue
             for text in self._with(given_in(override))._bits_conflicts(spell):
                 yield f"{where}: {text}"
@@ -759,14 +759,14 @@ class ConfigFields:
         own = FP4.get(self.format)
         if own is not None and self.pack_bits is not None:
             yield (
-                f"{spell('pack_bits')}: codes of {self.format} have containers of their own; leave it out"
+                f"{spell('pack_bits')}: codes of {self.format} have their own containers; leave it out"
             )
             return
         given = self.targets, self.group_size, self.symmetric
         if own is not None and given != ((FP4_BITS,), own.group_size, True):
             yield (
                 f"{spell('format')}: {self.format} is symmetric, of {FP4_BITS} bits in groups of {own.group_size}; "
-                f"leave out {spell('bits')}, {spell('group_size')} and {spell('q_type')}, or the preset that has others"
+                f"leave out {spell('bits')}, {spell('group_size')} and {spell('q_type')}, or a preset with others"
             )
             return
         fault = (
@@ -782,8 +782,8 @@ class ConfigFields:
             yield f"{spell('bits')}: 1 bit is symmetric only; set {spell('q_type')} to symmetric, or 2 bits"
         if self.rounding == "stochastic" and not self.grid.at(least).is_uniform:
             yield (
-                f"{spell('rounding')}: stochastic needs equal steps, {least} bits {self.q_type} has none; set it to "
-                f"nearest, or {spell('bits')} to 3 or more"
+                f"{spell('rounding')}: stochastic needs equal steps, which {self.q_type} grids of {least} bits do not "
+                f"have; set it to nearest, or {spell('bits')} to 3 or more"
             )
 
     def _bits_fault(self, spell: Speller) -> str | None:
@@ -809,5 +809,5 @@ def _budget_fault(budget: BitBudget, where: str) -> str | None:
         return f"{where}.choices: {show(choices)} must be two numbers of bits or more, ascending, each once"
     if mean is not None and not choices[0] < mean < choices[-1]:
         ends = f"{choices[0]} and {choices[-1]}"
-        return f"{where}.mean: {show(mean)} must be between the choices {ends}, neither of them"
+        return f"{where}.mean: {show(mean)} must be between the choices {ends}, and equal to neither"
     return None

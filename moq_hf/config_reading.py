@@ -1,4 +1,4 @@
-"""Read a document, and keywords that go before it, into the fields of a config: every error in one message."""
+"""Reads a document, and keywords that override it, into the fields of a config, with all errors in one message."""
 
 import difflib
 import functools
@@ -20,8 +20,8 @@ from .grid import FP4, FP4_BITS
 
 logger = logging.getLogger(__name__)
 
-# Words of other libraries (bitsandbytes, GPTQ, AWQ, HQQ, torchao, quanto, llm-compressor, the Trainer), after the
-# keyword that they mean here, or what to do instead.
+# The keyword to use here, or what to do instead, for words of other libraries: bitsandbytes, GPTQ, AWQ, HQQ, torchao,
+# quanto, llm-compressor, the Trainer.
 _WORDS = {
     "bits": "num_bits n_bits nbits wbits w_bit w_bits weight_bits bit bit_width bitwidth weights "
     "weight_dtype wdtype precision",
@@ -80,7 +80,7 @@ _GROUPS = ("groups", "group_size")
 def parse(
     document: Any, where: str, keywords: Mapping[str, Any] = MappingProxyType({})
 ) -> ConfigFields:
-    """Make a config of a document, and of keywords that go before it.
+    """Make a config from a document, and from keywords that override it.
 
     Raises:
         MoQConfigError: Lists everything that is wrong with them.
@@ -107,8 +107,8 @@ def parse(
         wrong = _value_faults(error, values, spell)
         others = {path: value for path, value in values.items() if path not in wrong}
         config = _read(others, language)
-    # An illegal value takes part in no conflict, nor do bits that an unknown key was
-    # probably meant for.
+    # An illegal value is left out of conflicts, and so are bits that an unknown key was
+    # probably meant to give.
     settled = set(wrong)
     if faults or "format" in wrong:
         settled |= {"bits"} - values.keys()
@@ -131,18 +131,18 @@ def parse(
 def _with_defaults(
     said: Mapping[str, Any], given: Mapping[str, Any], language: str
 ) -> dict[str, Any]:
-    """Put keywords before what a document says, and what is meant by keys that neither has.
+    """Override a document's values with keywords, and add what a format or a language implies.
 
     Args:
         said: Values of the document's keys.
-        given: Of the keywords.
-        language: Of the document.
+        given: Values of the keywords.
+        language: The document's language.
     """
     values = {**said, **given}
-    # A keyword of the two goes before either of the document's.
+    # Either of the two keywords overrides both keys of the document.
     if any(given.get(name) is not None for name in _GROUPS):
         values = {n: v for n, v in values.items() if n not in _GROUPS or n in given}
-    # An unknown format is an error later.
+    # An unknown format is reported later.
     fp4 = FP4.get(str(values.get("format")))
     if fp4 is not None:
         values = {"bits": FP4_BITS, "group_size": fp4.group_size} | values
@@ -156,7 +156,7 @@ def _with_defaults(
 
 
 def _read(values: Mapping[str, Any], language: str) -> ConfigFields:
-    """Make a config of values by their paths.
+    """Make a config from values by path.
 
     Raises:
         ValidationError: One of them is not legal.
@@ -166,11 +166,11 @@ def _read(values: Mapping[str, Any], language: str) -> ConfigFields:
 
 
 class _Said:
-    """The keys and values of a document, or of keywords, and of the sections in it.
+    """The keys and values of a document or of keywords, including those in sections.
 
     Attributes:
         values: The value of each key by its path.
-        words: What the key is called there.
+        words: The name of each key there, by its path.
     """
 
     def __init__(
@@ -202,12 +202,12 @@ class _Said:
                     self._are_twins(first, name)
 
     def spell(self, path: str) -> str:
-        """The name that a key has, or would have, there."""
+        """The name of a key in this document, or the one that it would have."""
         other = path if self._in_keywords else dialect.word(path)
         return self.words.get(path, other)
 
     def _instead_of(self, place: Place) -> str:
-        """Say what to write instead of a word of the other language; what is left out means something else in each."""
+        """Say what to write instead of a word of the other language, which has other defaults."""
         what = "a keyword among DeepSpeed's words"
         if self._in_keywords:
             what = "a word of DeepSpeed's among keywords"
@@ -242,7 +242,7 @@ class _Said:
         self._faults.append(f"{first} and {second} mean the same, give one")
 
     def _is_unknown(self, name: str, section: str, here: Sequence[str]) -> None:
-        # Which key was meant takes time to find, and is not shown after so many others.
+        # Finding the key that was meant takes time, and so many faults are not all shown.
         is_told = len(self._faults) >= MOST_FAULTS
         self._faults.append(
             f"{show_key(section + name)}: unknown key"
@@ -251,7 +251,7 @@ class _Said:
 
 
 def _activations(value: Any) -> Any:
-    """Give the section: it may be its bits, its switch, or the section without its switch."""
+    """Complete the section, which may be given as its bits, as its switch, or without its switch."""
     if isinstance(value, bool):
         return {"enabled": value}
     if isinstance(value, int):
@@ -291,11 +291,8 @@ def places_in_dialect() -> dict[str, Place]:
     return dialect.places(key_schemas())
 
 
-# ---- what is wrong, in words
-
-
 def _in_one_text(where: str, faults: Sequence[str]) -> str:
-    """Say in one text what is wrong with a file, a mapping or the arguments of a class."""
+    """Join all faults of a file, a mapping or the arguments of a class in one text."""
     if len(faults) == 1:
         return f"{where}: {faults[0]}"
     lines = [
@@ -310,11 +307,11 @@ def _in_one_text(where: str, faults: Sequence[str]) -> str:
 def _value_faults(
     error: ValidationError, values: Mapping[str, Any], spell: Speller
 ) -> dict[str, str]:
-    """Give a line on each wrong value by its path.
+    """Describe each wrong value in a line, by its path.
 
     Args:
-        error: What pydantic found; a value that no kind of a key takes is found wrong
-            by each.
+        error: The error of pydantic, which has an entry for each kind of value that a
+            key takes.
         values: The values by their paths.
         spell: Gives the name of a key by its path.
     """
@@ -335,7 +332,7 @@ def _value_faults(
 def _override_fault(
     overrides: Mapping[Any, Any], glob: Any, key: str | int | None = None
 ) -> str:
-    """Say what is wrong with what one glob says."""
+    """Describe what is wrong with the settings of one glob."""
     where = f"overrides.{show_key(str(glob))}"
     schemas = schema_of_fields()["$defs"]["OverrideConfig"]["properties"]
     override = overrides.get(glob)
@@ -355,7 +352,7 @@ def _value_fault(path: str, value: Any, schema: Mapping[str, Any]) -> str:
 
 
 def _hint(value: Any, schema: Mapping[str, Any]) -> str:
-    """Say what to write instead of a value; "" where nothing legal is near it."""
+    """Say what to write instead of a value; "" if no legal one is near it."""
     kinds = schema.get("anyOf", [schema])
     types = [kind.get("type") for kind in kinds]
     items = [kind.get("items", kind) for kind in kinds]
@@ -370,7 +367,7 @@ def _hint(value: Any, schema: Mapping[str, Any]) -> str:
         return f" (write {share:g})"
     if "integer" in types and type(value) is int and value > LARGEST:
         return " and below 2**63"
-    # In a list, the first item that is no legal word was misspelt.
+    # In a list, the first item that is not a legal word was misspelt.
     word = value
     if isinstance(value, (list, tuple)):
         word = next((item for item in value if item not in words), None)
@@ -381,7 +378,7 @@ def _hint(value: Any, schema: Mapping[str, Any]) -> str:
 
 
 def width_in(text: str) -> int | None:
-    """The whole number in a text, which may be a number of bits as people write it; None if there is none.
+    """The integer in a text such as people write for a number of bits; None if there is none.
 
     >>> [width_in(text) for text in ("4", "8.0", "int4", "w4", "4-bit", "4 bits", "w8a8")]
     [4, 8, 4, 4, 4, 4, None]
@@ -392,7 +389,7 @@ def width_in(text: str) -> int | None:
 
 def nearest(word: Any, words: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The word that a value may have been meant for; None if none is near."""
-    # Text that long is not a misspelt word, and comparing it takes time.
+    # Such a long text is not a misspelt word, and comparing it takes time.
     if not isinstance(word, str) or len(word) > 80:
         return None
     return next(iter(difflib.get_close_matches(word, words, 1, cutoff)), None)
@@ -416,12 +413,12 @@ def legal(schema: Mapping[str, Any]) -> str:
 
 
 def _meant(name: str, section: str, here: Sequence[str], spell: Speller) -> str:
-    """Say what was probably meant by a key that does not exist; "" for a text that is no name.
+    """Say what was probably meant by a key that does not exist; "" for a text too long to be a name.
 
     Args:
         name: The key.
-        section: Where it stands, with a dot; "" is the top.
-        here: What is legal there.
+        section: The section that contains it, with a dot; "" is the top level.
+        here: The legal keys there.
         spell: Gives the name of a key by its path.
     """
     if len(name) > 80:
@@ -431,7 +428,7 @@ def _meant(name: str, section: str, here: Sequence[str], spell: Speller) -> str:
     meant = None if section and word in ours else _words_of_others().get(word)
     if meant is None:
         near = nearest(word, here, 0.75)
-        # A letter too many is a slip, even if another section has just that word.
+        # A close match here is a slip, even if another section has that very word.
         if near and (word not in ours or nearest(word, here, 0.9)):
             return f", did you mean {section}{near}?"
         meant = ours.get(nearest(word, ours, 0.8) or "")
@@ -445,7 +442,7 @@ def _meant(name: str, section: str, here: Sequence[str], spell: Speller) -> str:
 
 @functools.cache
 def _paths() -> dict[str, str]:
-    """The path of each key and section by its name, without the dialect's sections of what are no sections."""
+    """The path of each key and section by its last name, in keywords and in DeepSpeed's words."""
     found: dict[str, str] = {}
     for spell in (dialect.word, str):
         for path in [*reversed(key_schemas()), *places()]:

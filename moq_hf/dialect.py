@@ -1,7 +1,7 @@
-"""DeepSpeed's words for the keys of a config: a dialect that documents may be written in, and that one is written in.
+"""DeepSpeed's words for the keys of a config: a dialect in which configs can be read and written.
 
 Paths are dotted: a key, or a section and its key. The config's own words are the
-keywords (`bits`, `eigenvalue.tol`); here the same have other names.
+keywords (`bits`, `eigenvalue.tol`); the dialect has other names for the same keys.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import MoQConfigError, show
 
-# Keywords and sections that DeepSpeed calls otherwise.
+# Keywords and sections that have another name in the dialect.
 WORDS = {
     "verbose": "quantize_verbose",
     "kernel": "quantizer_kernel",
@@ -35,11 +35,11 @@ WORDS = {
     "convolutions": "quantize_convolutions",
     "heads": "quantize_heads",
 }
-# Where the keys stand in a DeepSpeed config.
+# The section of a DeepSpeed config that holds the keys.
 SECTION = "quantize_training"
 # The languages that a config may have been written in.
 LANGUAGES = ("keywords", "deepspeed", SECTION)
-# Keys by which a DeepSpeed config is told from a misspelled one of moq_hf.
+# Keys that tell a DeepSpeed config from a misspelled one of moq_hf.
 DEEPSPEED_KEYS = {
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -53,7 +53,7 @@ DEEPSPEED_KEYS = {
     "gradient_clipping",
     "compression_training",
 }
-# Defaults of keys that a document in these words leaves out, and more of them in
+# Defaults for keys that a document in the dialect leaves out, and further ones in
 # DeepSpeed's own section.
 DEFAULTS: dict[str, Any] = {"embeddings": None}
 DEEPSPEED_DEFAULTS: dict[str, Any] = {
@@ -90,13 +90,13 @@ def by_section(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def places(paths: Iterable[str]) -> dict[str, Place]:
-    """Where the keys of these paths stand in a document of the dialect.
+    """The places of the keys with these paths in a document of the dialect.
 
     >>> places(["bits", "seed"])
     {'quantize_bits': {'target_bits': 'bits'}, 'seed': 'seed'}
     """
     found = by_section({word(path): path for path in paths})
-    # Other spellings of the tutorial's.
+    # DeepSpeed's tutorial has other spellings too.
     if "quantize_algo" in found:
         found |= {"quantize-algo": found["quantize_algo"], "quantize_type": "q_type"}
     return found
@@ -105,12 +105,12 @@ def places(paths: Iterable[str]) -> dict[str, Place]:
 def language_of(
     block: Mapping[str, Any], own: Mapping[str, Place], theirs: Mapping[str, Place]
 ) -> str:
-    """The language of a block, "keywords" or "deepspeed", told by its first name that only one of them has.
+    """The language of a block, "keywords" or "deepspeed": that of its first name which only one of them has.
 
     Args:
         block: Keys with their values.
-        own: Where keywords stand.
-        theirs: Where words of the dialect do.
+        own: The places of keywords.
+        theirs: The places of the dialect's words.
 
     >>> language_of({"seed": 1, "quantize_heads": True}, {"heads": "heads"}, {"quantize_heads": "heads"})
     'deepspeed'
@@ -127,10 +127,10 @@ def block_of(
     where: str,
     faults: list[str],
 ) -> tuple[Mapping[str, Any], list[Any]]:
-    """Find moq_hf's keys in a document, and the sections around them; `faults` takes what is wrong.
+    """Find moq_hf's keys in a document, and the names of other sections; faults are added to `faults`.
 
     Raises:
-        MoQConfigError: There are none.
+        MoQConfigError: The document has no such keys.
     """
     if not isinstance(document, Mapping):
         raise MoQConfigError(

@@ -35,14 +35,14 @@ SMALL = 64
 
 # The error that stops a run under FSDP2 or ZeRO-3 before its first step.
 NOT_UNDER_ENGINES = (
-    "eigenvalues cannot be measured where FSDP2 or ZeRO-3 takes the weights apart: set "
+    "eigenvalues cannot be measured where FSDP2 or ZeRO-3 shards the weights: set "
     '"sensitivity": {"measure": "divergence"}, which needs forward passes alone'
 )
 
 
 @dataclass(frozen=True)
 class Eigenvalue:
-    """What was found for one block.
+    """The result for one block.
 
     Attributes:
         value: The eigenvalue of largest magnitude, with its sign; NaN if a product was
@@ -85,7 +85,7 @@ def block_eigenvalues(
         blocks: Block name to the parameters of the block, of any shape, all of which
             require a gradient.
         method: "lanczos" (see `lanczos`) or "power" (see `power_iteration`), which is
-            DeepSpeed's and may end on a wrong value where the ends of the spectrum are
+            DeepSpeed's and may end on a wrong value if the ends of the spectrum are
             nearly equal in magnitude.
         max_iter: Products per block, at most.
         tol: Relative error of an eigenvalue; for "power" the relative change at which
@@ -97,10 +97,10 @@ def block_eigenvalues(
         The blocks' results, in the order of `blocks`.
 
     Raises:
-        MoQError: No blocks or losses, a block without parameters, a parameter that
-            requires no gradient or that FSDP2 or ZeRO-3 takes apart, a loss that is not
-            a scalar or depends on no parameter, an argument out of its range, or a loss
-            that cannot be differentiated twice.
+        MoQError: There are no blocks or losses, a block has no parameters, a parameter
+            requires no gradient or is sharded by FSDP2 or ZeRO-3, a loss is not a
+            scalar or depends on no parameter, an argument is out of its range, or a
+            loss cannot be differentiated twice.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> found = block_eigenvalues(lambda: (torch.tensor([1.0, -3.0]) * x**2).sum() / 2, {"x": [x]})["x"]
@@ -149,7 +149,7 @@ def solve(
 
     Args:
         searches: Name of a matrix to its search.
-        products: Takes vectors v `[n]` by the names of their matrices, and gives the
+        products: Takes vectors v `[n]` by the names of their matrices, and returns the
             products H v, which are overwritten.
 
     >>> matrix = torch.diag(torch.tensor([1.0, -3.0, 2.0]))
@@ -257,7 +257,7 @@ def power_iteration(
         stability: Added to the norm before dividing by it.
     """
     product = start
-    # As published: the first comparison is with 0, the change then is 1.
+    # As published: the first comparison is with 0, and the change is 1.
     value = 0.0
     for steps in range(1, max_iter + 1):
         vector = product / (product.norm() + stability)
@@ -293,7 +293,7 @@ def gradients_of(
 def hessian_product(
     gradients: Mapping[int, Tensor], parameters: Sequence[Tensor], vector: Tensor
 ) -> Tensor:
-    """H v `[n]` of a block with a vector `[n]`, float32, from what `gradients_of` gives."""
+    """H v `[n]` of a block with a vector `[n]`, float32, from the result of `gradients_of`."""
     outputs = []
     weights = []
     for parameter, part in zip(parameters, _split(vector, parameters), strict=True):
@@ -337,7 +337,7 @@ def check_second_derivative(loss: Loss, parameters: Sequence[Tensor]) -> None:
     # agree with each other to 1 %, and with the product to 2 %.
     if error > 0.05 * length + 1e-6 and float((wide - narrow).norm()) < 0.1 * error:
         raise MoQError(
-            f"the loss has no right second derivative: a product with its Hessian is off by {error:.3g} where its norm "
+            f"the loss has a wrong second derivative: a product with its Hessian is off by {error:.3g} where its norm "
             f"is {length:.3g}, so some kernel in the model cannot be differentiated twice; set sensitivity.measure to "
             '"divergence", which needs no derivative'
         )
@@ -368,8 +368,8 @@ def _check_blocks(
     """Check the losses and blocks before they are measured.
 
     Raises:
-        MoQError: No losses or blocks, a block without parameters, with one that
-            requires no gradient or that an engine takes apart.
+        MoQError: There are no losses or blocks, or a block has no parameters, or one
+            that requires no gradient or that an engine shards.
     """
     if not losses or not blocks:
         raise MoQError("give a loss, or one per batch, and a block to measure")
@@ -392,7 +392,7 @@ def _random_vector(parameters: Sequence[Tensor], seed: int) -> Tensor:
 
 
 def _split(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Cut a vector into the shapes of the parameters, in their dtypes."""
+    """Split a vector into the shapes of the parameters, in their dtypes."""
     pieces = torch.split(vector, [p.numel() for p in parameters])
     return [
         piece.view(p.shape).to(p.dtype)
@@ -401,7 +401,7 @@ def _split(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Join tensors to one float32 vector."""
+    """Join tensors into one float32 vector."""
     return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
 
 
@@ -409,7 +409,7 @@ def _evaluate(loss: Loss) -> Tensor:
     """Compute the loss with its graph.
 
     Raises:
-        MoQError: It is no scalar, or depends on no parameter.
+        MoQError: It is not a scalar, or depends on no parameter.
     """
     with torch.enable_grad():
         value = loss()

@@ -1,4 +1,4 @@
-"""Errors for users, how they show values, and the reading of JSON files that may have been edited by hand."""
+"""Errors for users, the way they show values, and reading JSON files that may have been edited by hand."""
 
 import contextlib
 import importlib
@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 
 class MoQError(ValueError):
-    """Something that the user can put right; the message says what is wrong, where, and how to mend it.
+    """Something that the user can put right; the message says what is wrong, where, and how to fix it.
 
     >>> import moq_hf
     >>> moq_hf.verify_quantized("nowhere")
@@ -32,12 +32,12 @@ class MoQConfigError(MoQError):
     """
 
 
-# How many names an error lists before "and N more".
+# The number of names that an error lists before "and N more".
 MOST_FAULTS = 20
 
 
 def show(value: Any) -> str:
-    """A value as JSON, shortened for an error."""
+    """Show a value as JSON, shortened for an error."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -46,7 +46,7 @@ def show(value: Any) -> str:
 
 
 def show_key(path: str) -> str:
-    """A key, shortened for an error."""
+    """Show a key, shortened for an error."""
     return _cut(path) if path.isprintable() else show(path)
 
 
@@ -105,7 +105,7 @@ def shortened(names: Iterable[str], most: int = 3) -> str:
 
 
 def one_line(error: BaseException, *, named: bool = False) -> str:
-    r"""The message of an exception in one line, or the name of its class if it has none.
+    r"""Put the message of an exception in one line, or the name of its class if it has none.
 
     >>> one_line(ValueError("no such\n  file")), one_line(KeyError())
     ('no such file', 'KeyError')
@@ -168,7 +168,7 @@ def read_as(kind: Any, value: Any, where: str, key: str = "") -> Any:
         kind: A type that pydantic can validate.
         value: The value, as JSON gave it.
         where: The name of the document, for an error.
-        key: The dotted path of the value in it.
+        key: The dotted path of the value in the document.
 
     Raises:
         MoQError: The value is not of the type; says what it must be.

@@ -28,8 +28,8 @@ class BlockPlan:
         eigenvalue: The eigenvalue assumed at each drop; None means factor 1.
         switches: Every change of precision up to the target, including those after the
             end of the run.
-        target_step: Optimizer step after which the block computes with its target
-            precision alone.
+        target_step: Optimizer step after which the block computes only with its target
+            precision.
         target_bits: That precision, in bits.
     """
 
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def reached(self) -> bool:
-        """Whether every block is at its target when training ends."""
+        """True if every block is at its target when training ends."""
         return all(block.target_step <= self.total_steps for block in self.blocks)
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Plan:
         return f"<Plan: {str(self).splitlines()[0]}; print it for its table>"
 
     def table(self) -> str:
-        """A table of the steps at which each block drops, and of the step at which it is at its target."""
+        """A table of the steps at which each block drops, and of the step at which it has its target precision."""
         head = f"{self.total_steps:,} optimizer steps, {self.config.span_in_words}, offset {self.offset:,}"
         if self.config.falls:
             head += f", period {self.config.period}, "
@@ -110,7 +110,7 @@ class Plan:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The plan for a notebook."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def _step(self, step: int) -> str:
@@ -129,13 +129,13 @@ def plan(
         config: A `MoQConfig`, a preset's name, a mapping or the path of a JSON file.
         total_steps: Optimizer steps of the run.
         eigenvalues: Names of imagined blocks, with the eigenvalue over the largest, 0
-            to 1, that each has at every drop; None is factor 1. By default the least
-            and the most sensitive block where the config measures eigenvalues,
-            otherwise one that stands for all. Each is planned with each number of bits
-            that a budget may choose, and once more for each glob of `overrides`.
-        layers: Names of the layers that the config quantizes. With them each
-            combination of `overrides` that some layer has is planned, instead of each
-            glob alone.
+            to 1, that each has at every drop; None is factor 1. By default these are
+            the least and the most sensitive block if the config measures eigenvalues,
+            and otherwise one that stands for all. Each is planned with each number of
+            bits that a budget may choose, and once more for each glob of `overrides`.
+        layers: Names of the layers that the config quantizes. With them, each
+            combination of `overrides` that occurs is planned, instead of each glob by
+            itself.
 
     Raises:
         MoQConfigError: The config is wrong.
@@ -168,7 +168,7 @@ def plan(
         key=lambda block: block.target_step,
         reverse=True,
     )
-    # How late sensitive blocks are depends on eigenvalues that are not measured yet.
+    # How late sensitive blocks are depends on eigenvalues not yet measured.
     sure = [block for block in unreached if not block.eigenvalue]
     if sure and not config.allow_unreached:
         raise MoQError(
@@ -195,7 +195,7 @@ def _check_length(config: MoQConfig, total_steps: Any) -> None:
     """Check that a config quantizes something in a run of this length.
 
     Raises:
-        MoQError: It does not, or the length is none.
+        MoQError: It does not, or the length is illegal.
     """
     if not isinstance(total_steps, int) or not 1 <= total_steps <= LARGEST:
         raise MoQError(
@@ -213,7 +213,7 @@ def _check_length(config: MoQConfig, total_steps: Any) -> None:
 
 
 def _idle(config: MoQConfig) -> list[str]:
-    """Name the keys without effect: those of sections that are off, and those of the pace where no bits fall."""
+    """Name the keys without effect: those of sections that are off, and those of the pace if no bits fall."""
     sections: dict[str, Any] = {
         "activations": config.activations,
         "blend": config.blend,
@@ -236,14 +236,14 @@ def _idle(config: MoQConfig) -> list[str]:
 
 
 def _migrate(config: MoQConfig, total_steps: int) -> str:
-    """Point to the command that makes a DeepSpeed config fit the run."""
+    """Name the command that makes a DeepSpeed config fit the run."""
     if not config.from_deepspeed:
         return ""
     return f"; moq-hf migrate FILE --max_steps {total_steps} writes a config that fits"
 
 
 class _Case(NamedTuple):
-    """An imagined block: the config of its layers, its eigenvalue, and the bits it ends with."""
+    """An imagined block: the config of its layers, its eigenvalue, and its final bits."""
 
     config: MoQConfig
     eigenvalue: float | None

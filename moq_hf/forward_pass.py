@@ -1,22 +1,22 @@
-"""How long a quantized weight lives: no longer than the forward pass that it was made in.
+"""How long a quantized weight lives: no longer than the forward pass in which it was made.
 
-A layer defines its quantized weight, see `LayerState`. This module decides who makes it and when it goes:
+A layer defines its quantized weight, see `LayerState`. This module decides who makes it and when it is dropped:
 
 - When a pass of the outermost module begins, a GPU makes the model's quantized weights together, with one launch for
   each form of weight. A CPU makes each just before its product, while its caches hold it.
-- Within the pass a layer takes the weight that is there, unless it was made of another parameter, for another bit
-  width or in another dtype; then the layer computes its own. So what a pass writes into weights counts from the next
+- Within the pass a layer takes the weight that is there, unless it was made from another parameter, for another bit
+  width or in another dtype; then the layer computes its own. So changes to weights within a pass count from the next
   pass on.
-- When the pass ends, normally or by an exception, all are gone. Recomputation by checkpointing, modules that are
+- When the pass ends, normally or by an exception, all are dropped. Recomputation by checkpointing, modules that are
   called alone, and other threads find none and compute their own. After an interrupt from the keyboard they stay until
   the thread's next pass, or until a weight's version changes.
-- Between passes weights stay only while somebody who knows that nothing changes holds them: a Trainer's evaluation,
-  `generate`, or `with hold_quantized(model)`. Even then a weight whose version or address has changed is made anew.
+- Between passes weights stay only while they are held by someone who knows that nothing changes: a Trainer's
+  evaluation, `generate`, or `with hold_quantized(model)`. Even then a weight whose version or address has changed is
+  made again.
 """
 
 import contextlib
 import itertools
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from . import triton_launch, triton_quant
 from .schedule import FLOAT_BITS
 from .seams.transformers import (
+    frames,
     has_hooks,
     in_evaluation_loop,
     is_exporting,
@@ -45,25 +46,25 @@ MODULE_CALL = nn.Module._call_impl.__code__
 
 
 def makes_state(function: _Function) -> _Function:
-    """Decorate what makes tensors that outlive a pass: ones made in inference mode could not be trained with later."""
+    """Decorate a function whose tensors outlive a pass: tensors made in inference mode could not be trained with."""
     without_graph = torch.no_grad()(function)
     return torch.inference_mode(False)(without_graph)
 
 
-# A `LayerState`, and a `QuantizedWeight` with one: their modules import this one.
+# A `LayerState` and a `QuantizedWeight`, whose modules import this one.
 State = Any
 Layer = Any
 
 
 class _Copy(NamedTuple):
-    """A quantized weight, and what it was made of."""
+    """A quantized weight, and what it was made from."""
 
     weight: Tensor
     version: int
     bits: int
     quantized: Tensor
-    # What else it was made of, see `LayerState.sources`, and the values whose addresses
-    # nobody else may get meanwhile; None where it only has to last for the pass.
+    # What else it was made from, see `LayerState.sources`, and values that must keep
+    # their addresses meanwhile; None if it only has to last for the pass.
     sources: tuple[Any, ...] | None
     keeps_alive: tuple[Any, ...] | None
 
@@ -75,7 +76,7 @@ _Weights = dict[tuple[State, torch.dtype], _Copy]
 class _Pass(NamedTuple):
     module: nn.Module
     weights: _Weights
-    # States whose weights were made when the pass began, and whose weights hooks have read.
+    # States whose weights were made when the pass began, and those whose weights hooks read.
     filled: list[State]
     lent: list[State]
 
@@ -86,7 +87,7 @@ class _Wanted(NamedTuple):
     state: State
     weight: Tensor
     dtype: torch.dtype
-    # The number of the block with which it gets its gradient; None where it gets it alone.
+    # The number of the block with which it gets its gradient; None if it gets it alone.
     block: int | None = None
 
 
@@ -118,7 +119,7 @@ class PassWeights:
         return PassWeights, ()
 
     def begin(self, module: nn.Module, blocks: Sequence[Sequence[Layer]]) -> None:
-        """Begin the pass of a module, unless it is part of one that is under way; make its weights where a kernel can.
+        """Begin the pass of a module, unless one around it is under way; make the weights for which there is a kernel.
 
         Args:
             module: The module that is called.
@@ -139,13 +140,13 @@ class PassWeights:
         ):
             return
         if self._is_evaluating and not in_evaluation_loop():
-            # The loop ended with an exception.
+            # The loop has ended with an exception.
             self.set_evaluating(False)
         if self.traced_by is not None and not is_running(self.traced_by):
-            # So did the pass that torch.compile traced.
+            # The pass that torch.compile traced has ended with an exception.
             self._end_trace()
         if torch.is_grad_enabled() and self._held:
-            # An optimizer's step may follow, which nothing reports.
+            # An optimizer's step may follow, and goes unnoticed.
             self._held = {}
         current = _Pass(module, self._held if self._is_held() else {}, [], [])
         self._passes[thread] = current
@@ -153,7 +154,7 @@ class PassWeights:
             self._fill(current, blocks)
 
     def end(self, module: nn.Module, has_failed: bool) -> None:
-        """End the pass of a module, unless it was part of another one: its quantized weights go.
+        """End the pass of a module, unless it was part of another one, and drop its quantized weights.
 
         Args:
             module: The module that was called.
@@ -177,10 +178,10 @@ class PassWeights:
                 state.was_left_out |= state.awaits_call
 
     def take(self, state: State, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The quantized weight of a layer if the pass under way has it, or somebody holds it; else None.
+        """The quantized weight of a layer if the pass under way has it, or it is held; else None.
 
         Args:
-            state: The layer's.
+            state: The layer's state.
             weight: Its float weight as the pass has it.
             dtype: The dtype that is wanted.
         """
@@ -199,7 +200,7 @@ class PassWeights:
             and current is not None
             and not is_running(current.module)
         ):
-            # The pass was interrupted, and is over.
+            # The pass is over: it was interrupted.
             del self._passes[get_ident()]
             return None
         quantized = kept.quantized
@@ -232,7 +233,7 @@ class PassWeights:
         )
 
     def drop(self, state: State) -> None:
-        """Forget the quantized weight of a layer, because what it was made of has changed."""
+        """Forget the quantized weight of a layer, because something that it was made from has changed."""
         passes = [current.weights for current in tuple(self._passes.values())]
         for weights in (self._held, *passes):
             for key in [key for key in tuple(weights) if key[0] is state]:
@@ -246,7 +247,7 @@ class PassWeights:
             current.lent.append(state)
 
     def scales_of_launches(self) -> list[tuple[Tensor, dict[State, slice]]]:
-        """Hand over the float32 scales of the weights that were last made together, and where each layer's are.
+        """Hand over the float32 scales of the weights that were last made together, with the place of each layer's.
 
         They are not finite where a weight held NaN or Inf.
         """
@@ -264,7 +265,7 @@ class PassWeights:
             self._forget()
 
     def set_evaluating(self, is_evaluating: bool) -> None:
-        """Begin or end what `hold` does, around the evaluation loop of a Trainer."""
+        """Begin or end holding weights as `hold` does, around the evaluation loop of a Trainer."""
         self._is_evaluating = is_evaluating
         self._forget()
 
@@ -274,7 +275,7 @@ class PassWeights:
 
     def _forget(self) -> None:
         if not (self._holders or self._is_evaluating):
-            # Not cleared, because a pass under way may use it.
+            # A new dict, because a pass under way may use the old one.
             self._held = {}
 
     def _fill(self, current: _Pass, blocks: Sequence[Sequence[Layer]]) -> None:
@@ -304,7 +305,7 @@ class PassWeights:
     def _wanted(
         self, current: _Pass, blocks: Sequence[Sequence[Layer]]
     ) -> list[_Wanted]:
-        """Find what is to be made ahead."""
+        """Find the weights to make ahead."""
         wanted: list[_Wanted] = []
         with_gradients = torch.is_grad_enabled()
         hooks_are_strict = uses_deepspeed()
@@ -312,15 +313,15 @@ class PassWeights:
             for layer in layers:
                 state = layer.moq
                 weight = layer.float_weight
-                # The last pass made it for nothing.
+                # If it still awaits a call, the last pass made it for nothing.
                 if state.awaits_call or not state.may_be_made_ahead(weight):
                     continue
                 dtype = state.next_dtype(weight)
                 if current.weights and self.take(state, weight, dtype) is not None:
-                    # Somebody holds it.
+                    # It is held.
                     continue
                 block = None
-                # Where a block's layer is not called, hooks of its weight are called with None.
+                # If a layer of the block is not called, hooks of its weight are called with None.
                 is_sure = state.was_taken and not state.was_left_out
                 if with_gradients and weight.requires_grad and is_sure:
                     is_strict = hooks_are_strict or has_hooks(weight)
@@ -330,7 +331,7 @@ class PassWeights:
 
     @makes_state
     def _make_together(self, wanted: Sequence[_Wanted]) -> dict[State, Tensor]:
-        """Make those weights that a kernel can make, each in memory of its own and without a graph."""
+        """Make those weights that a kernel can make, each in its own memory and without a graph."""
         by_device: defaultdict[torch.device, list[_Wanted]] = defaultdict(list)
         for each in wanted:
             by_device[each.weight.device].append(each)
@@ -357,7 +358,7 @@ class PassWeights:
         weights: Sequence[Tensor],
         dtype: torch.dtype,
     ) -> list[Tensor]:
-        """The weights that a compiled graph multiplies with, each in memory of its own; see `quantized_in_graph`."""
+        """The weights by which a compiled graph multiplies, each in its own memory; see `quantized_in_graph`."""
         pairs = list(zip(states, weights, strict=True))
         wanted = [_Wanted(s, w, dtype) for s, w in pairs if s.may_be_made_ahead(w)]
         made = self._make_together(wanted)
@@ -375,7 +376,7 @@ class PassWeights:
         return results
 
     def _trace(self, module: nn.Module, blocks: Sequence[Sequence[Layer]]) -> None:
-        """Have torch.compile begin its graph with one operator that makes all weights of the pass."""
+        """Make torch.compile begin its graph with one operator that makes all weights of the pass."""
         if self.traced_by is not None and self.traced_by is not module:
             return
         self._end_trace()
@@ -403,18 +404,10 @@ class PassWeights:
         self.traced_by = None
 
 
-def frames() -> Iterator[FrameType]:
-    """This thread's stack, from the caller's frame outwards."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def is_running(module: nn.Module) -> bool:
-    """Whether this thread is inside a call of the module.
+    """True if this thread is inside a call of the module.
 
-    The stack tells: a flag would not survive an interrupt from the keyboard.
+    It looks at the stack, since a flag would not survive an interrupt from the keyboard.
     """
     return any(
         frame.f_code is MODULE_CALL and called_module(frame) is module
@@ -428,7 +421,7 @@ def called_module(frame: FrameType) -> Any:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Count the changes in place that PyTorch sees; inference mode hides them, which gives 0."""
+    """The number of in-place changes that PyTorch has seen; always 0 for a tensor of inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -437,21 +430,21 @@ _of_number: "weakref.WeakValueDictionary[int, State]" = weakref.WeakValueDiction
 
 
 def numbered(state: State) -> int:
-    """Give a layer's state the number by which compiled graphs know it."""
+    """Number a layer's state, so that compiled graphs can refer to it."""
     number = next(_numbers)
     _of_number[number] = state
     return number
 
 
-# A CUDA graph would repeat it at the bits of its capture: inductor must leave it out of
-# the graphs of mode "reduce-overhead".
+# A CUDA graph would repeat it at the bits at which it was captured, so inductor must leave
+# it out of the graphs of mode "reduce-overhead".
 @torch.library.custom_op(
     "moq_hf::quantized", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )
 def quantized_in_graph(
     weights: list[Tensor], numbers: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Quantize weights in a compiled graph, at whatever bits their layers have then, as eager code does.
+    """Quantize weights in a compiled graph as eager code does, at the bits that their layers have at that time.
 
     Args:
         weights: Whole float weights, or rows of a table, of one model, without a graph.

@@ -1,8 +1,8 @@
 """The grid of a weight: which weights share a scale, whether codes are symmetric, how they round, how a scale is found.
 
-A `Grid` says everything about a quantization but the bit width, which falls while
-training. The numerics that it names are defined in `quantizer`. An `InputGrid` says how
-the inputs of a layer are rounded, as `inputs` defines it.
+A `Grid` says everything about a quantization except the bit width, which falls while
+training. `quantizer` defines its arithmetic. An `InputGrid` says how the inputs of a
+layer are rounded, as defined in `inputs`.
 """
 
 import math
@@ -12,20 +12,20 @@ from typing import ClassVar, Literal, NamedTuple
 MAX_BITS = 16
 # "auto" searches clipping ratios at these bits and below, where clipping pays.
 SEARCHED_BITS = 5
-# At these bits and below an extra code is worth a signed scale: the range "auto" is full.
+# At these bits and below, an extra code is worth a signed scale: the range "auto" is full.
 MOST_FULL_BITS = 4
 
 
-# How a scale is found: "absmax", "mse", or "auto", which is mse where codes are few.
+# How a scale is found: "absmax", "mse", or "auto", which is mse if codes are few.
 Search = Literal["auto", "absmax", "mse"]
 # The dtype that a scale is rounded to; it is still held as float32.
 ScaleDtype = Literal["float32", "bfloat16", "float16"]
-# What codes of 4 bits are: integers, or floats of two formats that servers know.
+# The kind of codes of 4 bits: integers, or floats in two formats that servers know.
 Format = Literal["int", "mxfp4", "nvfp4"]
 FP4_BITS = 4
-# Which inputs of a layer share a scale: those of a token, of a call, of a block of features, or all of them for good.
+# Which inputs of a layer share a scale: those of a token, of a call, of a block of features, or all of them forever.
 InputScale = Literal["per_token", "per_tensor", "per_block", "static"]
-# How many inputs share a scale per block at most, and at least in ONNX Runtime's kernels.
+# The most inputs that share a scale per block, and the fewest in ONNX Runtime's kernels.
 INPUT_BLOCK = 128
 LEAST_INPUT_BLOCK = 32
 # A size of a linear layer.
@@ -38,10 +38,10 @@ class Fp4(NamedTuple):
     Attributes:
         group_size: Consecutive weights of a row that share a scale.
         top: The code by which a group's largest weight is divided for its scale.
-        unit: What a scale is multiplied with in the files, where codes are half of
-            these and the whole tensor of NVFP4 has a scale of 2^-7.
-        strategy: What compressed-tensors calls the weights that share a scale.
-        scale_dtype: Of the scales in the files.
+        unit: The factor of a scale in the files, in which codes are half of these and
+            the whole tensor of NVFP4 has a scale of 2^-7.
+        strategy: The name in compressed-tensors for the weights that share a scale.
+        scale_dtype: The dtype of scales in the files.
         largest: The largest weight: 6 times the largest scale.
     """
 
@@ -68,7 +68,7 @@ class RowBlocks:
     """
 
     count: int = 1
-    # The config's key, and what else an error message proposes.
+    # The config's key, and what else an error proposes.
     key: ClassVar[str] = "groups"
     instead: ClassVar[str] = ', or "per_channel"'
     # Weights of a row that share a scale; None: whole rows do.
@@ -83,7 +83,7 @@ class RowBlocks:
         """The shape of the scale for a weight `[rows, columns]`.
 
         Raises:
-            ValueError: The rows cannot be divided so.
+            ValueError: The rows cannot be divided like that.
         """
         if self.count < 1 or rows % self.count:
             raise ValueError(
@@ -133,7 +133,7 @@ class PerGroup:
         """The shape of the scale for a weight `[rows, columns]`.
 
         Raises:
-            ValueError: The columns cannot be divided so.
+            ValueError: The columns cannot be divided like that.
         """
         if self.size < 1 or columns % self.size:
             raise ValueError(
@@ -153,7 +153,7 @@ class Precision(NamedTuple):
         bits: The bit width.
         format: Kind of codes.
         is_fp4: Whether codes are floats.
-        is_full: Whether a scale has a sign: that of a full grid has, except at one bit,
+        is_full: Whether scales have a sign: those of a full grid have, except at one bit,
             which is binary.
         is_uniform: Whether a code is a rounded quotient, so that clipping and
             stochastic rounding make sense.
@@ -208,7 +208,7 @@ class Precision(NamedTuple):
             raise ValueError("1 bit is binary, which is symmetric only")
         if grid.full and not grid.symmetric:
             raise ValueError(
-                "a full range is of symmetric grids: an asymmetric one has all its codes"
+                "a full range is for symmetric grids: an asymmetric one uses all codes"
             )
         if grid.stochastic and not self.is_uniform:
             raise ValueError(f"{bits} bits symmetric rounds to nearest only")
@@ -216,7 +216,7 @@ class Precision(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """How a weight `[rows, columns]` is quantized, whatever its bit width is.
+    """The way in which a weight `[rows, columns]` is quantized, whatever its bit width.
 
     Attributes:
         grouping: Which weights share a scale. Groups fall on row boundaries.
@@ -228,11 +228,11 @@ class Grid:
             above).
         full: Whether a symmetric grid has codes down to -2^(b-1), one more than
             "narrow" has, and a scale with a sign, so that this code is on the side of
-            the largest weight. This holds from 2 bits on; 1 bit is binary. None means at
-            2 to 4 bits.
-        scale_dtype: What each scale is rounded to before codes are computed with it.
+            the largest weight. This holds from 2 bits on; 1 bit is binary. None means
+            only at 2 to 4 bits.
+        scale_dtype: The dtype to which each scale is rounded before codes are computed.
         format: Kind of codes of 4 bits; at other bits they are integers. "mxfp4" needs
-            symmetric groups of 32, "nvfp4" of 16, and both have scales of their own.
+            symmetric groups of 32, "nvfp4" of 16, and both have their own scales.
 
     >>> Grid(PerGroup(4)).shape(12, 8)
     (12, 2)
@@ -320,10 +320,10 @@ class InputGrid:
     block: int = INPUT_BLOCK
 
     def beside(self, columns: int, scales: int) -> "InputGrid":
-        """The grid of the inputs of a layer whose weight has so many columns, and scales in a row.
+        """The grid for the inputs of a layer whose weight has this many columns, and scales in a row.
 
-        Only the width of blocks depends on them: a block is as wide as a group of the
-        weight, or as a part of one. Where a row is one group, its last block may be
+        Only the width of blocks depends on these: a block is as wide as a group of the
+        weight, or as a part of one. If a row is one group, its last block may be
         narrower.
 
         >>> [InputGrid(8, "per_block").beside(384, scales).block for scales in (1, 2, 12)]

@@ -1,6 +1,7 @@
-"""`from_pretrained(..., quantization_config=MoQConfig("w4"))`: what transformers knows of moq_hf.
+"""`from_pretrained(..., quantization_config=MoQConfig("w4"))`: moq_hf's quantizer for transformers.
 
-Imported together with transformers' own quantizers, and so imports no more than they do.
+It is imported together with transformers' own quantizers, so it imports no more than
+they do.
 """
 
 from collections.abc import Mapping
@@ -20,17 +21,17 @@ from .errors import MoQError
 from .schedule import needs_run
 
 METHOD = MoQConfig.quant_method
-# Where this module is imported once more, the new classes count.
+# If this module is imported again, the new classes count.
 AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
 AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
 
 
 @register_quantization_config(METHOD)
 class MoQQuantizationConfig(QuantizationConfigMixin):
-    """Makes a `MoQConfig` of a mapping with `"quant_method": "moq"`.
+    """Makes a `MoQConfig` from a mapping with `"quant_method": "moq"`.
 
-    A `MoQConfig` needs none: all that transformers asks of it is its `quant_method`,
-    and `to_dict`.
+    A `MoQConfig` itself needs no such class: transformers only asks for its
+    `quant_method` and `to_dict`.
     """
 
     @classmethod
@@ -40,7 +41,7 @@ class MoQQuantizationConfig(QuantizationConfigMixin):
         return_unused_kwargs: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """The config that a mapping says, by the other keys in it.
+        """Make the config from the other keys of a mapping.
 
         Raises:
             MoQConfigError: It is wrong.
@@ -54,38 +55,37 @@ class MoQQuantizationConfig(QuantizationConfigMixin):
 class MoQHfQuantizer(HfQuantizer):
     """Quantizes a model once it is loaded, as `quantize_model` does, and leaves no trace of itself.
 
-    What is left is a float model whose layers round their weights: it has no
-    `hf_quantizer` and its config no `quantization_config`, so that it can be trained,
-    cast, compiled and put under adapters, and checkpoints of a run are those of a float
-    model.
+    The result is a float model whose layers round their weights. It has no
+    `hf_quantizer`, and its config no `quantization_config`, so it can be trained, cast,
+    compiled and adapted, and the checkpoints of a run are those of a float model.
     """
 
     quantization_config: Any
 
     @property
     def is_trainable(self) -> bool:
-        """PEFT's adapters train beside the weights."""
+        """True, since PEFT's adapters train beside the weights."""
         return True
 
     @property
     def is_qat_trainable(self) -> bool:
-        """The weights train too."""
+        """True, since the weights train too."""
         return True
 
     def is_serializable(self) -> bool:
-        """`save_pretrained` writes the packed model."""
+        """True, since `save_pretrained` writes the packed model."""
         return True
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a config that only a run can follow, before anything is loaded.
 
         Raises:
-            MoQError: Says what of it, and names `MoQCallback`.
+            MoQError: Names the settings concerned, and `MoQCallback`.
         """
         wanted = [*needs_run(self.quantization_config)]
         if wanted:
             raise MoQError(
-                f"quantization_config: a loaded model has its last bits at once, and a run is needed for "
+                f"quantization_config: a loaded model has its final bits at once, and a run is needed for "
                 f"{', '.join(wanted)}: load the model without quantization_config, and give the config to "
                 "MoQCallback or MoQTrainer"
             )
@@ -96,7 +96,7 @@ class MoQHfQuantizer(HfQuantizer):
         Raises:
             MoQError: What `quantize_model` raises.
         """
-        # With what a Trainer needs, which imports the class that is loaded here.
+        # Imported here, since it needs the Trainer, whose module imports this one's.
         from .loaded import quantize_loaded
 
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]

@@ -9,15 +9,15 @@ Rounding is half to even. With b bits and an input x `[..., features]`:
 | per_block | s = max abs(x) / (2^(b-1) - 1) of each block of features of a token | round(x (1 / s)), 1 / s = (2^(b-1) - 1) / max abs(x) |
 | static | s = m / (2^(b-1) - 1), m the running range | clip(round(x / s), -2^(b-1), 2^(b-1) - 1) |
 
-per_token and static are what compressed-tensors computes for a delivered model, in its dtypes: per_token in that of the
-input, static in the wider one of the input and the weight. It takes what the first two dimensions count for tokens, so
-that an input of two dimensions, such as a pooler's, has one scale. per_tensor is float32 whatever the dtype of the input; at
-8 bits it is ONNX's DynamicQuantizeLinear. per_block is float32 too, and what ONNX Runtime's MatMulNBits computes on
-x86 CPUs with accuracy level 4. The running range is a moving average of the largest magnitude
-that training saw in each optimizer step, with a share of 0.01 for the newest: the rule and the constant of PyTorch's
-MovingAverageMinMaxObserver. It changes with optimizer steps only, so that a pass that is repeated, by activation
-checkpointing for instance, gives the same numbers. Before the first step the largest magnitude of the call counts
-instead. A scale is never below the smallest normal float32, nor 0 in its dtype, so zeros stay zeros. NaN stays NaN.
+compressed-tensors computes per_token and static in the same way for a delivered model, in its dtypes: per_token in that
+of the input, static in the wider one of the input and the weight. It takes the first two dimensions for batch and
+tokens, so that an input of two dimensions, such as a pooler's, has one scale. per_tensor is float32 whatever the dtype
+of the input; at 8 bits it is ONNX's DynamicQuantizeLinear. per_block is float32 too, as ONNX Runtime's MatMulNBits
+computes it on x86 CPUs with accuracy level 4. The running range is a moving average of the largest magnitude that
+training saw in each optimizer step, with a share of 0.01 for the newest: the rule and the constant of PyTorch's
+MovingAverageMinMaxObserver. It changes only with optimizer steps, so that repeating a pass, as activation checkpointing
+does, gives the same numbers. Before the first step the largest magnitude of the call counts instead. A scale is never
+below the smallest normal float32, nor 0 in its dtype, so zeros stay zeros. NaN stays NaN.
 """  # noqa: E501 - a table row cannot be broken
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ from .processes import largest_over_ranks
 from .seams.transformers import is_transformed
 
 _TINY = torch.finfo(torch.float32).tiny
-# The least positive number of a dtype, where that is larger.
+# The least positive number of a dtype, if that is larger.
 _LEAST = {torch.float16: 2.0**-24}
 # The share of the newest step in the running range.
 _NEWEST = 0.01
@@ -84,7 +84,7 @@ def _in_blocks(x: Tensor, grid: InputGrid) -> Tensor:
 
 
 def _divided(x: Tensor, by: float) -> Tensor:
-    # By a tensor, because on some devices PyTorch multiplies with a number's reciprocal.
+    # By a tensor, because on some devices PyTorch multiplies by a number's reciprocal.
     return x / torch.full_like(x, by)
 
 
@@ -124,12 +124,12 @@ class InputObserver:
         grid: How the inputs are quantized.
         observed: For a static scale, the largest magnitude since the last optimizer
             step, a float32 scalar.
-        dtype: Of the weight, which a static scale is rounded to.
+        dtype: The weight's dtype, to which a static scale is rounded.
         range: For a static scale, the running range, a float32 scalar; None before the
             first step.
         active: Whether inputs are quantized, or only observed.
-        called: Whether the layer has been called; a model may multiply with its weight
-            without that.
+        called: Whether the layer has been called; a model may multiply by its weight
+            without calling it.
         pending: Memory of a kernel that observes the range; see
             `kernels.inputs.round_all_kernel`.
     """
@@ -144,7 +144,7 @@ class InputObserver:
 
     @property
     def scale(self) -> Tensor | None:
-        """The static scale, `[1]`, in the dtype of the weight; None where there is none, or none yet."""
+        """The static scale, `[1]`, in the dtype of the weight; None if there is none, or none yet."""
         if self.range is None:
             return None
         return static_scale(self.range, self.grid.bits, self.dtype)[None]
@@ -159,7 +159,7 @@ class InputObserver:
         """
         self.called = True
         if input.numel() == 0 or input.is_meta:
-            # There is no value to round or to observe.
+            # There is nothing to round or to observe.
             return None
         if self.grid.scale == "static" and training and not is_transformed():
             # Written in place, so that a compiled graph keeps its tensor. Replicas of
@@ -199,7 +199,7 @@ class InputObserver:
 
 
 def new_inputs(grid: InputGrid, weight: Tensor) -> InputObserver:
-    """A new observer beside a weight, with no range yet; on the CPU for the meta device."""
+    """Make an observer for the layer with a weight, with no range yet; on the CPU for the meta device."""
     device = torch.device("cpu") if weight.is_meta else weight.device
     observed = torch.zeros((), dtype=torch.float32, device=device)
     return InputObserver(grid, observed, weight.dtype)

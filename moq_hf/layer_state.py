@@ -1,4 +1,4 @@
-"""How a layer is quantized now, as the layer keeps it, and what a forward pass makes of its weight."""
+"""The state of a layer's quantization, from which a forward pass makes the layer's quantized weight."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +15,6 @@ from .forward_pass import (
     MODULE_CALL,
     PassWeights,
     called_module,
-    frames,
     makes_state,
     numbered,
     quantized_in_graph,
@@ -26,7 +25,7 @@ from .inputs import InputObserver
 from .processes import is_sharded
 from .quantizer import RoundingSeed
 from .schedule import FLOAT_BITS
-from .seams.transformers import is_exporting, is_transformed, pre_hooks
+from .seams.transformers import frames, is_exporting, is_transformed, pre_hooks
 from .straight_through import straight_through
 from .weight_matrix import (
     Kind,
@@ -41,22 +40,22 @@ _FORWARD = ("forward", "compute_loss", "prediction_step")
 
 
 def in_forward() -> bool:
-    """Whether this thread is inside a module's forward pass, or recomputes one for checkpointing.
+    """True if this thread is inside a module's forward pass, or recomputes one for checkpointing.
 
-    Read off the stack: a flag would have to be kept right through exceptions, threads,
+    It looks at the stack: a flag would have to be kept right through exceptions, threads,
     copies and wrappers.
     """
     if torch.compiler.is_compiling():
         return True
-    # Autograd runs hooks with gradients off, and what checkpointing recomputes with
-    # gradients on.
+    # Autograd runs hooks with gradients off, and checkpointing recomputes with gradients
+    # on.
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
         return True
     for frame in frames():
         code = frame.f_code
         if code is MODULE_CALL:
             return True
-        # A module's function, called without its `__call__`, or a Trainer's, with its loss.
+        # A module's method, called without `__call__`, or a Trainer's, which computes its loss.
         if code.co_name in _FORWARD and code.co_varnames:
             owner = frame.f_locals.get(code.co_varnames[0])
             if isinstance(owner, (nn.Module, Trainer)):
@@ -65,12 +64,12 @@ def in_forward() -> bool:
 
 
 def in_pre_hook() -> bool:
-    """Whether the caller is a forward pre-hook of a module, or was called by one."""
+    """True if the caller is a forward pre-hook of a module, or was called by one."""
     called: Any = None
     for frame in frames():
         if frame.f_code is MODULE_CALL:
             return called in map(_code_of, pre_hooks(called_module(frame)))
-        # With hooks, a call of a module has an inner function.
+        # A call of a module with hooks has an inner function.
         if frame.f_code not in MODULE_CALL.co_consts:
             called = frame.f_code
     return False
@@ -84,44 +83,44 @@ def _code_of(hook: Any) -> Any:
 
 @dataclass(eq=False)
 class LayerState:
-    """How a layer is quantized now.
+    """The state of a weight's quantization.
 
     Attributes:
-        grid: How the weight is quantized, whatever its bits are.
+        grid: The weight's grid, whatever its bits.
         config: The config with which the model was quantized.
-        kind: How the weight is laid out as the matrix that is quantized; see `to_rows`.
+        kind: How the weight is laid out as a matrix to quantize; see `to_rows`.
         bits: Bit width, 1 to 16; 32 is unquantized.
         ratio: Clipping ratio per group, or None for absmax.
         blend: Share of the float weight in the forward pass.
         seed: The random numbers of stochastic rounding. Its step counts optimizer
             steps.
-        inputs: How a linear layer's inputs are quantized; None leaves them alone.
+        inputs: Observes and quantizes a linear layer's inputs; None leaves them alone.
         name: The layer's name in the quantized model, for messages.
         has_controller: Whether a controller counts the optimizer steps; otherwise each
             call of `train()` counts as one.
-        used: Whether a forward pass has used the weight since the layer was made ready.
+        used: Whether a forward pass has used the weight since the layer was prepared.
         handed_over: Whether an engine, FSDP2 or ZeRO-3, hands the weight over for each
-            pass and frees it after that.
-        handed_dtype: The dtype in which it was handed over last; None before the first
+            pass and frees it afterwards.
+        handed_dtype: The dtype in which it was last handed over; None before the first
             pass.
-        scale: The weight's scale when the layer last quantized it by itself; not finite
+        scale: The weight's scale when the layer itself last quantized it; not finite
             where a group held NaN or Inf.
-        dtype: What the weight was last quantized to.
-        lora: Gives the weight with PEFT's adapters in it, where `"lora": "merged"` asks
-            for that; see `MergedLora`.
+        dtype: The dtype of the last quantized weight.
+        lora: Adds PEFT's adapters to the weight, if `"lora": "merged"` asks for that;
+            see `MergedLora`.
         passes: The quantized weights of the model's passes, shared with its other layers.
-        read_dtype: The dtype in which a forward pass last multiplied with the weight.
+        read_dtype: The dtype in which a forward pass last multiplied by the weight.
         is_tied: Whether another layer has the same weight.
         was_left_out: Whether a pass with gradients that made the weight ahead did not call
             the layer.
-        was_taken: Whether the layer took what was last made ahead.
+        was_taken: Whether the layer took the weight that was last made ahead.
         awaits_call: Whether the last pass that made the weight ahead has not called the
             layer; it is not made ahead again until the layer is called.
-        made: Quantized weights of the pass that is under way, where the backward pass is
-            to compute them again.
-        lent: What a hook was given to read, which it may have written to, and what that
-            was made of.
-        ahead: What the operator at the head of a compiled graph gives.
+        made: Quantized weights of the pass under way, if the backward pass is to compute
+            them again.
+        lent: The quantized weight that a hook read, and may have written to, and what it
+            was made from.
+        ahead: The result of the operator at the head of a compiled graph.
     """
 
     grid: Grid
@@ -170,8 +169,8 @@ class LayerState:
     def read(self, weight: Tensor) -> Tensor:
         """Read a parameter: in a forward pass the quantized weight, in the parameter's dtype, elsewhere the parameter.
 
-        Each reader gets memory of its own. Only the forward pass of experts, which reads
-        their parameters once, gets what the pass holds.
+        Each reader gets its own memory, except the forward pass of experts, which reads
+        their parameters once and gets the weight that the pass holds.
 
         Args:
             weight: The parameter, or the tensor that replaces it.
@@ -179,8 +178,8 @@ class LayerState:
         Raises:
             RuntimeError: It cannot be quantized.
         """
-        # Shards are for FSDP2 itself to see, which replaces them by the whole weight
-        # before anything is computed.
+        # Only FSDP2 itself reads shards, which it replaces with the whole weight before
+        # anything is computed.
         if is_sharded(weight) or not in_forward():
             return weight
         try:
@@ -200,7 +199,7 @@ class LayerState:
                 self.passes.lend(self)
             return quantized
         except AttributeError as error:
-            # nn.Module would look on, and give the float weight.
+            # nn.Module would search on, and return the float weight.
             raise RuntimeError(
                 f"{parameter_of(self.name, self.kind)} cannot be quantized: {error}"
             ) from error
@@ -208,22 +207,22 @@ class LayerState:
     def merged(
         self, weight: Tensor, read: Callable[[Tensor], Tensor] = lambda values: values
     ) -> Tensor:
-        """The float weight that is quantized, with what adapters add to it; see `MergedLora.merged`."""
+        """The float weight to quantize, including what adapters add to it; see `MergedLora.merged`."""
         return self.lora.merged(weight, read) if self.lora else weight
 
     def quantized_weight(
         self, weight: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The weight that a forward pass multiplies with: of the shape of `weight`, gradient straight through to it.
+        """The weight by which a forward pass multiplies: in the shape of `weight`, with the gradient straight through.
 
         Args:
             weight: The float weight as the pass has it.
-            dtype: Of the result; None is what a matrix product takes: autocast's dtype,
-                or the weight's own.
+            dtype: Dtype of the result; None is that of matrix products: autocast's, or
+                the weight's own.
 
         Raises:
-            MoQError: A transform of torch.func has stacked the weight, or goes forward; or
-                a hook has written to the quantized weight.
+            MoQError: A transform of torch.func has stacked the weight, or is in forward
+                mode; or a hook has written to the quantized weight.
             RuntimeError: The device has no memory for it.
         """
         if dtype is None:
@@ -242,7 +241,7 @@ class LayerState:
             quantized = self._computed(weight, dtype)
             # Recomputation by checkpointing, outside of the pass, merges again.
             is_alone = self.handed_over or (self.lora and quantized.requires_grad)
-            # What torch.func and torch.export trace has no memory of its own.
+            # A tensor traced by torch.func or torch.export has no memory of its own.
             if not (is_alone or is_transformed() or is_exporting()):
                 self.passes.keep(self, weight, dtype, quantized)
         if self.made is not None:
@@ -250,10 +249,11 @@ class LayerState:
         return quantized
 
     def _computed(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The quantized weight, made anew, with its gradient; arguments as in `quantized_weight`.
+        """Compute the quantized weight, with its gradient; arguments as in `quantized_weight`.
 
         Raises:
-            MoQError: A transform of torch.func has stacked the weight, or goes forward.
+            MoQError: A transform of torch.func has stacked the weight, or is in forward
+                mode.
             RuntimeError: The device has no memory for it.
         """
         try:
@@ -265,7 +265,7 @@ class LayerState:
             raise MoQError(
                 f"{parameter_of(self.name, self.kind)} cannot be quantized inside this transform of torch.func "
                 f"({one_line(error)[:200]}): neither vmap over stacked weights nor forward mode (jvp, hessian) works. "
-                "Map over inputs alone, call the models one by one, or make float ones of them by "
+                "Map over inputs alone, call the models one by one, or turn them into float ones with "
                 "moq_hf.dequantize_model"
             ) from error
 
@@ -273,7 +273,7 @@ class LayerState:
         """Rows of an embedding table that were looked up, quantized as the table would be.
 
         Args:
-            rows: `[..., embedding_dim]`, with a graph where the table is trained.
+            rows: `[..., embedding_dim]`, with a graph if the table is trained.
         """
         matrix = rows.reshape(-1, rows.shape[-1])
         if torch.compiler.is_compiling():
@@ -284,12 +284,12 @@ class LayerState:
 
     def _made_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if torch.is_inference_mode_enabled():
-            # It may be used outside of it.
+            # The result may be used outside of inference mode.
             return makes_state(self.fake_quantize)(weight, dtype)
         return self.fake_quantize(weight, dtype)
 
     def _traced(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight that a compiled graph multiplies with, from the operator at its head or from one for it alone."""
+        """The weight by which a compiled graph multiplies, from the operator at its head or from a separate one."""
         merged = self.merged(weight)
         quantized = self.ahead
         if quantized is None or quantized.dtype != dtype or self.lora:
@@ -297,14 +297,14 @@ class LayerState:
         return straight_through(merged, quantized)
 
     def _check_lent(self, weight: Tensor) -> None:
-        """Stop if a forward pre-hook has written to the quantized weight that it read.
+        """Check that no forward pre-hook has written to the quantized weight that it read.
 
         Raises:
-            MoQError: It has.
+            MoQError: One has.
         """
         lent, self.lent = self.lent, None
         if lent is None or lent[1] != self.sources(weight)[0]:
-            # Another thread has checked it, or it was of another weight.
+            # Another thread has checked it, or the weight has changed.
             return
         anew = self._made_of(self.merged(weight.detach()), lent[0].dtype)
         if torch.equal(lent[0].detach(), anew) or not anew.isfinite().all():
@@ -317,31 +317,31 @@ class LayerState:
         )
 
     def next_dtype(self, weight: Tensor) -> torch.dtype:
-        """The dtype in which a pass that begins will multiply with the weight, as far as can be known then."""
+        """The dtype in which a pass that begins now will probably multiply by the weight."""
         if torch.is_autocast_enabled(weight.device.type):
             return _matmul_dtype(weight)
-        # Accelerate puts autocast inside of the forward pass.
+        # Accelerate turns on autocast only inside the forward pass.
         return self.read_dtype
 
     def may_be_made_ahead(self, weight: Tensor) -> bool:
-        """Whether a pass may make the quantized weight when it begins."""
+        """True if a pass may make the quantized weight when it begins."""
         if self.bits == FLOAT_BITS or self.config.kernel is False:
             return False
-        # Gradients of a tied weight are added in the order of its uses, and a weight with
-        # a graph may be computed anew by a hook.
+        # Gradients of a tied weight are added in the order of its uses, and a hook may
+        # recompute a weight that has a graph.
         if self.is_tied or weight.grad_fn is not None:
             return False
         return self.may_be_traced_ahead(weight)
 
     def may_be_traced_ahead(self, weight: Tensor) -> bool:
-        """Whether a compiled graph may make the quantized weight at its head, whatever the bits are."""
-        # Shards are tensors of another class.
+        """True if a compiled graph may make the quantized weight at its head, whatever the bits are."""
+        # Shards have another class.
         if type(weight) not in (nn.Parameter, Tensor):
             return False
         return not (self.lora or self.handed_over or weight.is_meta)
 
     def job(self, weight: Tensor, dtype: torch.dtype) -> triton_quant.Job:
-        """The weight as a job for the kernel, and note its dtype; `shaped` gives the result the weight's shape."""
+        """Make a job for the kernel, and note its dtype; `shaped` gives the result the weight's shape."""
         self.dtype = dtype
         is_matrix = weight.dim() == 2 and is_in_rows(self.kind)
         matrix = weight if is_matrix else to_rows(weight.detach(), self.kind)
@@ -350,17 +350,17 @@ class LayerState:
         )
 
     def shaped(self, values: Tensor, weight: Tensor) -> Tensor:
-        """The matrix that a kernel made of a weight, in the weight's shape."""
+        """Give the matrix that a kernel made the weight's shape."""
         if is_in_rows(self.kind) and values.shape == weight.shape:
             return values
         return from_rows(values, self.kind, weight.shape).contiguous()
 
     def fake_quantize(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The quantized weight in memory of its own, without a graph; also notes its scale.
+        """Quantize a weight into new memory, without a graph, and note its scale.
 
         Args:
             weight: The whole float weight, merged, in the layer's own layout.
-            dtype: Of the result.
+            dtype: Dtype of the result.
         """
         self.handed_dtype = weight.dtype if self.handed_over else None
         has_kernel = self.config.kernel is not False
@@ -373,14 +373,13 @@ class LayerState:
             self.blend,
             dtype,
         )
-        # What is traced has no values that could be looked at afterwards, and no step
-        # follows on what inference mode makes.
+        # A traced scale has no values to check later.
         self.scale = None if is_exporting() else scale
         self.dtype = dtype
         return self.shaped(values, weight)
 
     def sources(self, weight: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The parts of the quantized weight, to be compared, and the values that keep their addresses in use."""
+        """What the quantized weight is made from, in a form to compare, and the values whose addresses that names."""
         lora = self.lora.parts() if self.lora else ()
         own = weight.detach()
         identity = (
@@ -399,7 +398,7 @@ def _identity(part: Any) -> tuple[Any, ...]:
 
 
 def _matmul_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype in which a weight is multiplied: that of autocast, which leaves float64 alone, or its own."""
+    """The dtype in which matrix products use a weight: autocast's, which leaves float64 alone, or the weight's own."""
     device = weight.device.type
     if (
         weight.dtype == torch.float64

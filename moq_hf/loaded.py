@@ -1,6 +1,6 @@
 """A model that was loaded with a `MoQConfig`: how it trains in a Trainer, and what its `save_pretrained` writes.
 
-Importing this has each Trainer that is made from then on ask whether its model is one.
+After this is imported, each new Trainer checks whether its model is such a model.
 """
 
 import os
@@ -22,7 +22,7 @@ from .config import MoQConfig
 from .errors import MoQError
 from .model.convert import FloatSaves, is_quantized, quantized_layers
 from .packed.save import save_quantized
-from .processes import is_gathered_per_pass
+from .processes import has_gathered_weights
 from .rounding import quantize_model
 from .schedule import needs_run
 from .seams.sentence_transformers import saves_body
@@ -36,17 +36,16 @@ from .seams.transformers import (
 
 
 class PackedSaves(FloatSaves):
-    """The `save_pretrained` of a model that was loaded with a `MoQConfig`: writes what it computes, packed.
+    """The `save_pretrained` of a model that was loaded with a `MoQConfig`: writes the packed model.
 
-    Not while a Trainer saves a checkpoint, whose weights are the float ones that its run
-    goes on with. A stock Trainer has no flag for that, but it saves checkpoints in its
-    method `_save_checkpoint` alone, and calls `save_pretrained` from there: the call
-    stack tells. The model's own method then gets the arguments as they are. So it does
-    for adapters of `add_adapter`, inside a model of Sentence Transformers, which packs
-    in layouts of its own, and once the layers are plain ones.
+    While a Trainer saves a checkpoint, the model's own method gets the arguments as they
+    are, since the run continues from the float weights. A stock Trainer has no flag for
+    that, but it saves checkpoints only in its method `_save_checkpoint`, which is then on
+    the call stack. The same happens for adapters of `add_adapter`, inside a model of
+    Sentence Transformers, which packs in other layouts, and once the layers are plain.
 
     Under FSDP2 and ZeRO-3 a stock Trainer's `save_model` hands over the whole weights
-    as `state_dict`, where its settings gather them; without one, sharded weights are an
+    as `state_dict`, if its settings gather them; without one, sharded weights are an
     error in every process.
     """
 
@@ -72,7 +71,7 @@ class PackedSaves(FloatSaves):
         distributed_checkpoint: bool = False,
         **hub: Any,
     ) -> None:
-        """As `PreTrainedModel.save_pretrained`; packed files have the names of the model's files whatever is asked.
+        """As `PreTrainedModel.save_pretrained`, but packed files always have the tensor names of the model's files.
 
         Raises:
             MoQError: A variant or a distributed checkpoint is asked for, the weights are
@@ -84,8 +83,8 @@ class PackedSaves(FloatSaves):
                 "save_pretrained writes a model that was loaded with a MoQConfig packed, and knows neither variant nor "
                 "distributed_checkpoint there: leave them out, or call moq_hf.dequantize_model(model) first"
             )
-        # ZeRO-3 hands over an empty one where it does not gather.
-        if not state_dict and any(map(is_gathered_per_pass, model.parameters())):
+        # ZeRO-3 hands over an empty one if it does not gather.
+        if not state_dict and has_gathered_weights(model):
             raise MoQError(
                 "save_pretrained: the weights are spread over processes (FSDP2, ZeRO-3): MoQTrainer.save_model gathers "
                 "them, called in each process, and so does a run at its end; or give the whole weights as state_dict"
@@ -103,7 +102,7 @@ class PackedSaves(FloatSaves):
 
 
 class AttachesCallback(TrainerCallback):
-    """Gives a Trainer the `MoQCallback` of its model, where it has none and the model was loaded with a `MoQConfig`."""
+    """Gives a Trainer without a `MoQCallback` one, if its model was loaded with a `MoQConfig`."""
 
     def on_train_begin(
         self,
@@ -113,7 +112,7 @@ class AttachesCallback(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Add it as the last callback, whose turn in this event is still to come."""
+        """Add it as the last callback, so that it is still called in this event."""
         config = config_of(model)
         trainer = calling_trainer(state)
         has_one = any(isinstance(c, MoQCallback) for c in callbacks_of(trainer))
@@ -129,7 +128,7 @@ def quantize_loaded(model: nn.Module, config: MoQConfig) -> None:
     """
     if not config.enabled:
         return
-    # PEFT's adapters come later, if any do: a run asks for them.
+    # A run merges PEFT's adapters, which can only come later.
     quantize_model(model, replace(config, lora=None))
     for layer in quantized_layers(model).values():
         layer.moq.config = config
@@ -139,14 +138,14 @@ def quantize_loaded(model: nn.Module, config: MoQConfig) -> None:
 
 
 def config_of(model: nn.Module) -> MoQConfig | None:
-    """How a model that was loaded with a `MoQConfig` trains without a callback; None for any other one."""
+    """The config by which a model that was loaded with a `MoQConfig` trains; None for any other model."""
     modules = model.modules()
     if not any(
         isinstance(vars(m).get("save_pretrained"), PackedSaves) for m in modules
     ):
         return None
     configs = {id(x.moq.config): x.moq.config for x in quantized_layers(model).values()}
-    # A run with a callback may have brought one with falling bits, which are over.
+    # A run with a callback may have left a config with falling bits, which are over.
     constant = [c for c in configs.values() if not any(needs_run(c))]
     return constant[0] if constant else None
 

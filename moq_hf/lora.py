@@ -1,10 +1,10 @@
-"""`"lora": "merged"`: what PEFT's LoRA trains is the weight that is delivered, quantize(W + s B A).
+"""`"lora": "merged"`: PEFT's LoRA trains the weight that is delivered, quantize(W + s B A).
 
 In each forward pass an adapted layer forms the merged weight and quantizes it as any
 other weight; the gradient passes straight through to A and B, to DoRA's magnitude, and
-to W where that is trained. PEFT's wrapper only calls the layer that it adapts. All
-modules and parameters stay PEFT's, with their names, so that checkpoints and adapters
-are saved and loaded as ever.
+to W if it is trained. PEFT's wrapper only calls the layer that it adapts. All modules
+and parameters stay PEFT's, with their names, so that checkpoints and adapters are saved
+and loaded as usual.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class MergedLora:
     """Replaces the forward pass of PEFT's wrapper of a layer, and gives the layer's merged weight.
 
     Args:
-        wrapper: PEFT's.
+        wrapper: PEFT's wrapper.
         kind: How the layer's weight is laid out; see `to_rows`.
     """
 
@@ -38,11 +38,11 @@ class MergedLora:
         return self.wrapper._modules[ADAPTED](*args, **kwargs)
 
     def unload(self, merge: bool, **options: Any) -> Any:
-        """The adapted layer, which takes the wrapper's place by PEFT's `merge_and_unload` or `unload`.
+        """The adapted layer, which PEFT's `merge_and_unload` or `unload` puts in place of the wrapper.
 
         Args:
             merge: Whether the adapters stay in its weight.
-            **options: Of PEFT's `merge`.
+            **options: Options of PEFT's `merge`.
         """
         if merge:
             self.wrapper.merge(**options)
@@ -58,18 +58,18 @@ class MergedLora:
             for part in lora
         ]
 
-    # A compiled product may round otherwise than the one whose result is delivered.
+    # A compiled product may round differently from the one whose result is delivered.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def merged(self, weight: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
         """The weight with the active adapters in it, differentiable; the sum is formed in float32.
 
-        DoRA scales the rows of the sum so far, by lengths that it learns over those of
-        W + s B A. As in PEFT, the latter are constants for the gradient.
+        DoRA scales the rows of the sum by learned lengths, divided by those of W + s B A.
+        As in PEFT, the latter are constants for the gradient.
 
         Args:
             weight: The float weight of the adapted layer, as a forward pass has it.
-            read: Gives the values of an adapter's parameter as a pass has them, where the
-                parameter is a shard or was saved elsewhere.
+            read: Gives the values of an adapter's parameter as a pass has them, in case
+                the parameter is a shard or was saved elsewhere.
         """
         dtype = torch.promote_types(weight.dtype, torch.float32)
         is_table = self.kind == "embedding"
@@ -78,8 +78,8 @@ class MergedLora:
             for lora in active_lora(self.wrapper):
                 a, b = (read(part).to(dtype).flatten(1) for part in (lora.a, lora.b))
                 left, right = (a.t(), b.t()) if is_table else (b, a)
-                # Copies, since where its factors lie in memory may decide in which order
-                # a product is summed.
+                # Copies, since the order in which a product is summed may depend on where
+                # its factors are in memory.
                 factors = left.clone(), lora.scaling * right
                 total = torch.addmm(total, *factors)
                 if lora.magnitude is not None:
@@ -93,13 +93,13 @@ class MergedLora:
 
 
 def merge_adapters(model: nn.Module, merged: bool, adopts: bool = False) -> None:
-    """Have the layers that PEFT adapts compute with merged weights, or as PEFT does, which must not merge them then.
+    """Make the layers that PEFT adapts compute with merged weights, or as PEFT does, which then must not merge them.
 
     Args:
-        model: With its layers quantized, or made plain ones again.
+        model: A model whose layers were quantized, or turned back into plain ones.
         merged: Whether `"lora": "merged"` asks for it.
-        adopts: The weights of layers that were merged have the adapters in them by now,
-            and PEFT takes these for merged.
+        adopts: Whether the weights of layers that were merged include the adapters by
+            now, so that PEFT must count these as merged.
     """
     for wrapper in adapted_layers(model).values():
         if wrapper.merge is _refuse_merging:
@@ -128,6 +128,6 @@ def _refuse_merging(*args: Any, **kwargs: Any) -> None:
 
 
 def is_merged(model: nn.Module) -> bool:
-    """Whether the adapters of a model are merged into its weights in each forward pass."""
+    """True if the adapters of a model are merged into its weights in each forward pass."""
     wrappers = adapted_layers(model).values()
     return any(isinstance(wrapper.forward, MergedLora) for wrapper in wrappers)

@@ -1,4 +1,4 @@
-"""Forecast what a run will hold in memory: from a model's shapes, before any weight is loaded."""
+"""Forecasts how much memory a run will take, from a model's shapes, before any weight is loaded."""
 
 import contextlib
 from typing import Any, cast
@@ -17,7 +17,7 @@ from .training.controller import MoQController
 
 
 def plan_of_model(model: str, config: MoQConfig, total_steps: int) -> str:
-    """Describe what a run does to a model, how large the result is, and how much memory it takes, without the weights.
+    """Describe what a run quantizes, how large the result is, and how much memory the run takes, without the weights.
 
     Args:
         model: Folder or Hub id with the model's `config.json`.
@@ -50,7 +50,7 @@ def plan_of_model(model: str, config: MoQConfig, total_steps: int) -> str:
 
 
 def _name_class(config: PreTrainedConfig) -> list[str]:
-    """Let a config that names no class name the base model of its type, if there is one, and return a line about it."""
+    """Make a config without a class name the base model of its type, if there is one, and return a line about it."""
     if config.architectures:
         return []
     # For a type without one, making the model says what is missing.
@@ -64,16 +64,16 @@ def _name_class(config: PreTrainedConfig) -> list[str]:
 
 
 def memory_of(controller: MoQController) -> dict[str, int]:
-    """What a run with AdamW on one device holds besides activations, in bytes, by the shapes of its model.
+    """The bytes that a run with AdamW on one device holds besides activations, from the shapes of its model.
 
-    Activations are those of the same run in float. Most is held at the beginning of a
+    Activations are those of the same run in float. The peak is at the beginning of a
     backward pass, which needs the quantized weights of the forward pass again; in half
-    precision (`bf16`, `fp16`) these are half as large. Of a table usually only the rows
+    precision (`bf16`, `fp16`) these are half as large. Usually only the rows of a table
     that are looked up are quantized; they count as activations. A teacher is assumed to
     be as large as the model. The delivered folder is compared with a model in evaluation.
 
     Args:
-        controller: The run's; its model may lie on the meta device.
+        controller: The run's controller, whose model may be on the meta device.
     """
     model = controller.model
     parameters = list(model.parameters())
@@ -81,7 +81,7 @@ def memory_of(controller: MoQController) -> dict[str, int]:
     weights = sum(map(_bytes, parameters))
     gradients = sum(map(_bytes, trained))
     shared = set(controller.inventory.tied.values())
-    # The head that shares a table multiplies with it.
+    # A head that shares a table multiplies by it.
     quantized = sum(
         _bytes(layer.float_weight)
         for name, layer in controller.all_layers.items()

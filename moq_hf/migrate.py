@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
-    """The moq_hf config that does what a DeepSpeed config says, as far as it fits into a run.
+    """Make a moq_hf config that does what a DeepSpeed config says, as far as that fits into a run.
 
-    Everything that DeepSpeed assumes and moq_hf does not is written out. Where the run
-    is too short for the periods they become "auto"; if that is not enough, the offset
-    0, the deadline the end of the run, and at last `start_bits` fewer; a warning names
-    what was changed. Other sections are left out, with a warning that names them.
+    Defaults in which DeepSpeed and moq_hf differ are written out. If the run is too short
+    for the periods, they become "auto"; if that is not enough, the offset becomes 0, the
+    deadline the end of the run, and finally `start_bits` fewer. A warning names the
+    changes. Other sections are left out, with a warning that names them.
 
     Args:
         document: A DeepSpeed config, or its section `quantize_training`.
@@ -63,7 +63,7 @@ def migrate(document: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
 
 
 def _candidates(config: MoQConfig, max_steps: int) -> Iterator[MoQConfig]:
-    """Give the config as it is, then with ever more changed."""
+    """Yield the config as it is, then with more and more changes."""
     room = max_steps - 1 - fade_steps(config)
     most = max(config.targets[-1], config.targets[0] + room)
     further: tuple[dict[str, Any], ...] = (

@@ -20,17 +20,17 @@ from .seams.transformers import (
     is_peft,
 )
 
-# What stands in the name of a layer that PEFT adapts, or trains a copy of.
+# Parts that PEFT adds to the name of a layer that it adapts, or of which it trains a copy.
 _OF_PEFT = re.compile(rf"(^|\.)({ADAPTED}|{ORIGINAL}|{TRAINED_COPIES}\.[^.]+)(?=\.|$)")
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model that `torch.compile` wrapped; any other one as it is."""
+    """The model inside the wrapper of `torch.compile`; any other model as it is."""
     return getattr(model, COMPILED, model)
 
 
 def unwrapped(model: Any) -> nn.Module:
-    """The module that is trained, without what a Trainer shows around it: torch.compile, or a model of SetFit.
+    """The module that is trained, without the wrapper that a Trainer shows: torch.compile's, or a model of SetFit.
 
     PEFT's wrapper stays, since its names are those of the state dict; see
     `without_peft`.
@@ -39,7 +39,7 @@ def unwrapped(model: Any) -> nn.Module:
         MoQError: It is not a module.
     """
     model = uncompiled(model)
-    # SetFit's Trainer shows its callbacks what lies around the module that it trains.
+    # SetFit's Trainer shows its callbacks the object around the module that it trains.
     body = model if isinstance(model, nn.Module) else getattr(model, "model_body", None)
     if isinstance(body, nn.Module):
         return body
@@ -50,7 +50,7 @@ def unwrapped(model: Any) -> nn.Module:
 
 
 def without_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that a model had before FSDP2 made another one of it."""
+    """The class that a model had before FSDP2 derived another one."""
     if cls.__bases__[0].__name__ == FSDP2:
         return cls.__bases__[1]
     return cls
@@ -61,12 +61,12 @@ def named_modules(
 ) -> Iterator[tuple[str, nn.Module]]:
     """The names of `model.named_modules()` as the state dict has them: without activation checkpointing's wrappers.
 
-    FSDP's `activation_checkpointing` puts one around each block, which hands attributes
-    through; it has the same name.
+    FSDP's `activation_checkpointing` puts one around each block, which passes attributes
+    through; both have the same name here.
 
     Args:
         model: Any module.
-        every: Give each name of a module that is in several places, not only the first.
+        every: Yield each name of a module that is in several places, not only the first.
 
     >>> list(dict(named_modules(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))))
     ['', '0', '1']
@@ -76,7 +76,7 @@ def named_modules(
 
 
 def without_peft(model: nn.Module) -> nn.Module:
-    """The model that a `PeftModel` wraps, with the adapters in it; any other model as it is."""
+    """The model that a `PeftModel` wraps, including its adapters; any other model as it is."""
     get = getattr(model, "get_base_model", None)
     if callable(get) and hasattr(model, "peft_config"):
         return cast(nn.Module, get())
@@ -84,7 +84,7 @@ def without_peft(model: nn.Module) -> nn.Module:
 
 
 def pretrained(model: nn.Module) -> nn.Module:
-    """The model of transformers in PEFT's wrapper, or in a model of Sentence Transformers; any other model as it is."""
+    """The transformers model inside PEFT's wrapper or a Sentence Transformers model; any other model as it is."""
     inner = without_peft(uncompiled(model))
     return body_of(inner) or inner
 
@@ -99,14 +99,14 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def adapters(model: nn.Module, merged: bool = False) -> list[str]:
-    """The names of the modules that are not of the model that is delivered, none of which is quantized.
+    """The names of PEFT's modules that are not part of the delivered model; none of them is quantized.
 
-    They lie beside the `base_layer` that they adapt, or are copies to be trained of an
-    `original_module`; if adapters are merged, it is the original that is not delivered.
-    Prompts lie beside the whole base.
+    They are next to the `base_layer` that they adapt, or are trained copies of an
+    `original_module`; if adapters are merged, the original is the one not delivered.
+    Prompts are next to the whole base.
 
     Args:
-        model: With what PEFT has put into it.
+        model: The model, including PEFT's modules.
         merged: Whether adapters are merged into the layers.
     """
     names = []
@@ -127,7 +127,7 @@ def adapters(model: nn.Module, merged: bool = False) -> list[str]:
 
 
 def plain_name(name: str, added: Iterable[str]) -> str | None:
-    """The name of a module or tensor in the model before PEFT came; None for what belongs to one of its adapters.
+    """The name that a module or tensor had before PEFT; None for a part of one of its adapters.
 
     >>> plain_name("encoder.base_layer.weight", ["encoder.lora_A"])
     'encoder.weight'
@@ -142,7 +142,7 @@ def plain_name(name: str, added: Iterable[str]) -> str | None:
 
 
 def is_below(name: str, *modules: str) -> bool:
-    """Whether a name is that of one of these modules or of something in it.
+    """True if a name is that of one of these modules, or of something inside it.
 
     >>> is_below("layer.1.query", "layer.1"), is_below("layer.11", "layer.1")
     (True, False)

@@ -24,18 +24,23 @@ if TYPE_CHECKING:
 
 
 def is_distributed() -> bool:
-    """Whether this process trains with others."""
+    """True if this process trains with others."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_partitioned(tensor: Tensor) -> bool:
-    """Whether ZeRO-3 partitions the parameter, which is whole only during a forward or backward pass, else empty."""
+    """True if ZeRO-3 partitions the parameter, which is whole only during a pass and empty otherwise."""
     return hasattr(tensor, ZERO_3)
 
 
 def is_gathered_per_pass(tensor: Tensor) -> bool:
-    """Whether an engine gathers the parameter for a forward pass: FSDP2 or ZeRO-3."""
+    """True if an engine gathers the parameter for a forward pass: FSDP2 or ZeRO-3."""
     return is_sharded(tensor) or is_partitioned(tensor)
+
+
+def has_gathered_weights(model: nn.Module) -> bool:
+    """True if an engine gathers parameters of the model for a forward pass."""
+    return any(map(is_gathered_per_pass, model.parameters()))
 
 
 def shape_of(tensor: Tensor) -> torch.Size:
@@ -44,7 +49,7 @@ def shape_of(tensor: Tensor) -> torch.Size:
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether the tensor is a DTensor: each process holds a part, as FSDP2 leaves parameters between passes."""
+    """True if the tensor is a DTensor: each process holds a part, as FSDP2 leaves parameters between passes."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -88,13 +93,13 @@ def sharded_as(weight: Tensor, values: Tensor) -> Tensor:
 def gathered_state_dict(
     model: nn.Module, everywhere: bool = False
 ) -> Iterator[dict[str, Tensor] | None]:
-    """The state dict of a model whose weights engines have taken apart, on the CPU of rank 0; every process must enter.
+    """The state dict of a model whose weights engines have sharded, on the CPU of rank 0; every process must enter.
 
     The other processes hold one tensor at a time, and all leave together.
 
     Args:
         model: Any model.
-        everywhere: Keep it in every process, where several of them save.
+        everywhere: Keep it in every process, if several of them save.
 
     Yields:
         The tensors by name. None in the other processes, and for a model with whole
@@ -126,10 +131,10 @@ def gathered_state_dict(
 
 
 def check_supported(model: nn.Module) -> None:
-    """Refuse a model whose weights are spread over processes in a way that leaves none to quantize.
+    """Check that a model's weights are not spread over processes or devices in a way that leaves none to quantize.
 
     Raises:
-        MoQError: FSDP1, tensor parallelism or offloaded weights; says what works
+        MoQError: They are, by FSDP1, tensor parallelism or offloading; says what works
             instead.
     """
     modules = list(model.modules())
@@ -137,7 +142,7 @@ def check_supported(model: nn.Module) -> None:
     if any(map(is_offloaded, modules)):
         raise MoQError(
             "device_map has left some weights on the CPU or on disk, where nothing can train them: load the model "
-            "without device_map, or with fewer weights in each process by FSDP2 or ZeRO-3 (see the guide on processes)"
+            "without device_map, or split over processes with FSDP2 or ZeRO-3 (see the guide on processes)"
         )
     names = {cls.__name__ for module in modules for cls in type(module).__mro__}
     if FSDP1 in names:
@@ -153,12 +158,12 @@ def check_supported(model: nn.Module) -> None:
 
 
 def agree(number: int, device: torch.device, state: Callable[[], str]) -> None:
-    """Stop in every process unless all of them call with the same number; one small message.
+    """Check that all processes have the same number, with one small message.
 
     Args:
-        number: A checksum of what must be the same, 0 to 2^32 - 1.
-        device: Where the model is: the backend of a GPU has no messages for the CPU.
-        state: Tells what the number stands for, to be shown for two ranks that differ.
+        number: A checksum of the values that must be equal, 0 to 2^32 - 1.
+        device: The model's device: the backend of a GPU sends no messages between CPUs.
+        state: Describes those values, to show two ranks that differ.
 
     Raises:
         MoQError: The numbers differ.
@@ -186,7 +191,7 @@ def largest_over_ranks(values: Tensor) -> Tensor:
 
 
 def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """The mean of each value over the ranks where it is finite, the same on every rank; NaN where it is on none."""
+    """The mean of each value over the ranks on which it is finite, the same on every rank; NaN if it is on none."""
     if not is_distributed():
         return values
     local = torch.tensor(values, dtype=torch.float32, device="cpu")

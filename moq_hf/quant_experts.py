@@ -1,4 +1,4 @@
-"""Experts of transformers: which parameters of a module hold their weights, and in what shape."""
+"""Experts of transformers: the parameters of a module that hold their weights, and the shapes of these."""
 
 from typing import cast
 
@@ -9,11 +9,11 @@ from .seams.transformers import experts_transposed
 
 
 def experts_parameters(module: nn.Module) -> list[str]:
-    """The names of a module's parameters that hold the weights of experts; none of any other module.
+    """The names of a module's parameters that hold the weights of experts; empty for any other module.
 
-    They have three dimensions, in a module whose class says how they lie. Others (the
-    shared experts of some families, those of Llama 4) are not known to be matrices of
-    experts.
+    They have three dimensions, in a module whose class says how they are laid out. Others
+    (the shared experts of some families, those of Llama 4) are not known to be matrices
+    of experts.
     """
     if experts_transposed(module) is None:
         return []
@@ -25,7 +25,7 @@ def experts_parameters(module: nn.Module) -> list[str]:
 
 
 def matrix_of(module: nn.Module, name: str) -> tuple[int, int, int]:
-    """How many experts a parameter holds, and the rows and columns of the matrix of each."""
+    """The number of experts in a parameter, and the rows and columns of each one's matrix."""
     experts, first, second = shape_of(cast(Tensor, module._parameters[name]))
     if experts_transposed(module):
         return experts, second, first

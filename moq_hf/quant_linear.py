@@ -6,16 +6,16 @@
 channel, `[out_channels, in_channels / groups * kernel]`. Experts get a class that is
 made for them: transformers 5 keeps those of a layer in one module, with parameters of
 three dimensions, `gate_up_proj` and `down_proj`. `activations` rounds the inputs of
-linear layers alone.
+linear layers only.
 
-A model gets quantized modules by a change of class, so that parameter objects,
+Modules become quantized by a change of their class, so that parameter objects,
 state-dict keys, hooks and wrappers (DDP, FSDP, PEFT, torch.compile) stay as they are.
-Whoever reads a quantized parameter inside a forward pass gets the quantized weight, with
-the gradient straight through to the float one: the module itself, a model that
-multiplies with `layer.weight`, a fused path of PyTorch. Anywhere else it is the float
-parameter, as in the state dict. What a forward pass writes into the weight that it reads
-is lost; a forward pre-hook that writes to it is an error. `forward_pass` says how long a
-quantized weight lives.
+Inside a forward pass, reading a quantized parameter gives the quantized weight, with the
+gradient straight through to the float one, whether the module reads it, a model that
+multiplies by `layer.weight`, or a fused path of PyTorch. Elsewhere it is the float
+parameter, as in the state dict. Anything that a forward pass writes into the weight that
+it reads is lost; a forward pre-hook that writes to it is an error. `forward_pass` says
+how long a quantized weight lives.
 """
 
 import functools
@@ -50,8 +50,8 @@ class QuantModule(nn.Module):
     """A module with quantized weights, which follow its float ones when these are moved or loaded.
 
     Attributes:
-        moq_states: Parameter's name to how it is quantized; a parameter without an
-            entry stays in float.
+        moq_states: Name of a parameter to the state of its quantization; a parameter
+            without an entry stays in float.
         moq_follows: Whether the states belong to another module with the same weight,
             which counts their steps.
         moq_kind: How the weight of a layer is laid out as the matrix that is quantized;
@@ -70,12 +70,12 @@ class QuantModule(nn.Module):
         ]
 
     def parameter(self, name: str) -> Tensor | None:
-        """A float parameter, or what replaces it: of a replica, of `torch.func`, of FSDP2; None where there is none."""
+        """A float parameter, or what replaces it in a replica, `torch.func` or FSDP2; None if there is neither."""
         value = self._parameters.get(name)
         return self.__dict__.get(name) if value is None else value
 
     def float_parameter(self, name: str) -> Tensor:
-        """As `parameter`, of one that must be there.
+        """As `parameter`, for one that must exist.
 
         Raises:
             MoQError: There is no such parameter any more.
@@ -89,7 +89,7 @@ class QuantModule(nn.Module):
         return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute as the class without quantization does, with the quantized weights."""
+        """Compute as the plain class does, with the quantized weights."""
         for state in self.moq_states.values():
             if state.handed_over and not torch.compiler.is_compiling():
                 with recomputing_in_backward(self.quantized_weights()):
@@ -100,7 +100,7 @@ class QuantModule(nn.Module):
         return super().forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
-        """As `nn.Module.train`; forgets the quantized weights that are held, in either mode."""
+        """As `nn.Module.train`; in either mode it also forgets the quantized weights that are held."""
         super().train(mode)
         for weight in self.quantized_weights():
             weight.invalidate()
@@ -109,7 +109,7 @@ class QuantModule(nn.Module):
         return self
 
     def release_weight(self, name: str) -> None:
-        """Leave a parameter in float; the last one gives the module the class back that it had before."""
+        """Leave a parameter in float; with the last one the module gets back the class that it had before."""
         del self.moq_states[name]
         if not self.moq_states:
             cast(nn.Module, self).__class__ = base_class(type(self))
@@ -127,8 +127,8 @@ class QuantModule(nn.Module):
             weight.after_load()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Most of these classes are made where they are needed, and have no importable
-        # name: the base class stands for them.
+        # Most of these classes are made on demand and have no importable name, so the
+        # base class is pickled in their place.
         made_of = base_class(type(self)), tuple(self._parameters)
         return _new_module, made_of, self.__getstate__()  # type: ignore[no-untyped-call]
 
@@ -144,7 +144,7 @@ class QuantizedParameter:
             return self
         value = module.parameter(self.name)
         if value is None:
-            # Python asks nn.Module next, whose error says what is missing.
+            # Python then asks nn.Module, whose error says what is missing.
             raise AttributeError
         state = module.moq_states.get(self.name)
         return value if state is None else state.read(value)
@@ -155,7 +155,7 @@ class QuantizedParameter:
         module.__dict__[self.name] = value
 
     def __delete__(self, module: QuantModule) -> None:
-        # As torch.nn.utils.prune does with what it computed.
+        # torch.nn.utils.prune deletes the weight that it computed.
         if module.__dict__.pop(self.name, None) is None:
             raise AttributeError(self.name)
 
@@ -169,7 +169,7 @@ class QuantLayer(QuantModule):
 
     @property
     def moq(self) -> LayerState:
-        """How the layer is quantized now."""
+        """The state of the layer's quantization."""
         return self.moq_states["weight"]
 
     @property
@@ -178,11 +178,11 @@ class QuantLayer(QuantModule):
         return self.float_parameter("weight")
 
     def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight that a forward pass multiplies with; see `LayerState.quantized_weight`."""
+        """The weight by which a forward pass multiplies; see `LayerState.quantized_weight`."""
         return self.moq.quantized_weight(self.float_parameter("weight"), dtype)
 
     def quantized_input(self, input: Tensor) -> Tensor:
-        """`input` `[..., features]` as the layer multiplies with it, gradient straight through."""
+        """`input` `[..., features]` as the layer multiplies by it, with the gradient straight through."""
         inputs = self.moq.inputs
         if inputs is None:
             return input
@@ -193,7 +193,7 @@ class QuantLayer(QuantModule):
         return input if rounded is None else straight_through(input, rounded)
 
     def extra_repr(self) -> str:
-        """Add the bits to the layer's own line."""
+        """Add the bits to the line that describes the layer."""
         bits = "float" if self.moq.bits == FLOAT_BITS else f"bits={self.moq.bits}"
         return f"{super().extra_repr()}, {bits}"
 
@@ -222,7 +222,7 @@ class QuantLinear(QuantLayer, nn.Linear):
 
 
 class QuantConv1D(QuantLayer, Conv1D):
-    """`Conv1D` of transformers, the linear layer of GPT-2, with a quantized weight; not constructed, as `QuantLinear`.
+    """`Conv1D` of transformers, GPT-2's linear layer, with a quantized weight; like `QuantLinear` not constructed.
 
     Its weight is `[in_features, out_features]`. Rows, groups and channels are those of
     the transpose, as if it were the `nn.Linear` that computes the same.
@@ -243,7 +243,7 @@ class QuantConv1D(QuantLayer, Conv1D):
 
 
 class QuantEmbedding(QuantLayer, nn.Embedding):
-    """`nn.Embedding` with a quantized table in its forward pass, one scale per row; not constructed, as `QuantLinear`.
+    """`nn.Embedding` with a quantized table in its forward pass, one scale per row; like `QuantLinear` not constructed.
 
     Attributes:
         moq: The layer's `LayerState`.
@@ -269,10 +269,10 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
 
     def _quantizes_rows(self, input: Tensor) -> bool:
         state = self.moq
-        # One compiled graph holds for all bits.
+        # One compiled graph serves all bits.
         is_quantized = torch.compiler.is_compiling() or state.bits != FLOAT_BITS
-        # Random numbers and ratios are those of the table's rows; merged adapters add to
-        # the table; what vmap has stacked knows only operators of its own.
+        # Random numbers and ratios belong to the table's rows; merged adapters add to
+        # the table; what vmap has stacked works only with PyTorch's own operators.
         return (
             is_quantized
             and 0 < input.numel() < self.num_embeddings
@@ -297,7 +297,7 @@ class QuantConv(QuantLayer):
 
 
 class QuantConv1d(QuantConv, nn.Conv1d):
-    """`nn.Conv1d` with a quantized weight in its forward pass; not constructed, as `QuantLinear`.
+    """`nn.Conv1d` with a quantized weight in its forward pass; like `QuantLinear` not constructed.
 
     Attributes:
         moq: The layer's `LayerState`.
@@ -313,7 +313,7 @@ class QuantConv1d(QuantConv, nn.Conv1d):
 
 
 class QuantConv2d(QuantConv, nn.Conv2d):
-    """`nn.Conv2d` with a quantized weight in its forward pass; not constructed, as `QuantLinear`.
+    """`nn.Conv2d` with a quantized weight in its forward pass; like `QuantLinear` not constructed.
 
     Attributes:
         moq: The layer's `LayerState`.
@@ -330,7 +330,7 @@ CLASSES: dict[type[nn.Module], type[QuantLayer]] = {
 
 
 def kind_of(module: nn.Module) -> Kind:
-    """How a weight of a layer, or of experts, is laid out as the matrix that is quantized; see `to_rows`."""
+    """The way in which a weight of a layer or of experts is laid out as a matrix to quantize; see `to_rows`."""
     layer = _layer_class(type(module))
     if layer is None:
         return "experts_t" if experts_transposed(module) else "experts"
@@ -340,14 +340,14 @@ def kind_of(module: nn.Module) -> Kind:
 def make_quantized(
     module: nn.Module, states: Mapping[str, LayerState], follows: bool = False
 ) -> None:
-    """Have a module compute with quantized weights.
+    """Make a module compute with quantized weights.
 
     Args:
-        module: A layer or experts, plain or quantized before: what it had then is gone.
-        states: Parameter's name to how it is quantized.
+        module: A layer or experts, plain or already quantized: new states replace old.
+        states: Name of a parameter to the state of its quantization.
         follows: Whether the states are those of another module, whose weight it shares.
     """
-    # The states first: another thread may be evaluating the model.
+    # The states come first, since another thread may be evaluating the model.
     quantized: Any = module
     quantized.moq_states = dict(states)
     quantized.moq_follows = follows
@@ -359,7 +359,7 @@ def make_quantized(
 def quant_class(
     base: type[nn.Module], parameters: tuple[str, ...]
 ) -> type[QuantModule]:
-    """The quantized class for modules of class `base`, which are layers, or experts with these parameters."""
+    """The quantized class for modules of class `base`: layers, or experts with these parameters."""
     if base in CLASSES:
         return CLASSES[base]
     own: dict[str, Any] = {}
@@ -368,7 +368,7 @@ def quant_class(
         quantized = QuantModule
         own = {name: QuantizedParameter(name) for name in parameters}
     elif is_scaled_table(base):
-        # Its own forward pass reads the whole quantized table.
+        # A forward pass that does more reads the whole quantized table.
         own["forward"] = _scaled if only_scales(base) else base.forward
     return type(f"Quant{base.__name__}", (quantized, base), own)
 
@@ -379,7 +379,7 @@ def _layer_class(base: type[nn.Module]) -> type[QuantLayer] | None:
 
 
 def quantized_in(name: str, module: nn.Module) -> dict[str, QuantizedWeight]:
-    """The quantized weights of a module by their names in the model; none of any other module.
+    """The quantized weights of a module by their names in the model; empty for a plain module.
 
     Args:
         name: The module's name.
@@ -391,11 +391,11 @@ def quantized_in(name: str, module: nn.Module) -> dict[str, QuantizedWeight]:
 
 
 def base_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that a module had before it got the quantized class `cls`."""
+    """The class that a module had before it became one of the quantized class `cls`."""
     first, second = cls.__bases__[:2]
     if issubclass(first, QuantModule):
         return second
-    # The class that fully_shard made of a quantized one.
+    # fully_shard has derived this class from a quantized one.
     return type(
         cls.__name__.replace("Quant", "", 1),
         (first, base_class(second)),

@@ -1,7 +1,7 @@
-"""`QuantizedWeight`: a handle on a weight that is quantized, made of its module, the attribute, and its `LayerState`.
+"""`QuantizedWeight`: a handle on a quantized weight, which holds its module, the attribute, and its `LayerState`.
 
-The weight of a layer and each parameter of a mixture of experts are alike here; see
-`quant_linear` for the modules.
+The weight of a layer and each parameter of a mixture of experts are treated alike here;
+see `quant_linear` for the modules.
 """
 
 import contextlib
@@ -25,27 +25,27 @@ from .weight_matrix import Kind, is_experts, matrix_shape, to_rows
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A quantized weight of a model; two of the same weight are equal.
+    """A quantized weight of a model; two handles on the same weight are equal.
 
     Args:
         module: The `QuantModule` that owns the float weight.
         attribute: The parameter's name there.
-        moq: How it is quantized.
+        moq: The state of its quantization.
     """
 
-    # Its class is defined with the help of this one.
+    # The module of `QuantModule` imports this one.
     module: Any
     attribute: str
     moq: LayerState = field(repr=False)
 
     @property
     def kind(self) -> Kind:
-        """How the weight is laid out as the matrix that is quantized; a tied layer has the kind of its own class."""
+        """How the weight is laid out as a matrix to quantize; a tied layer has the kind of its own class."""
         kind: Kind = self.module.moq_kind or self.moq.kind
         return kind
 
     def name_in(self, module: str) -> str:
-        """The weight's name in a model, by that of its module: a layer's own, or that of a parameter of experts."""
+        """The weight's name in a model, given that of its module: the layer's name, or that of experts' parameter."""
         if is_experts(self.kind):
             return f"{module}.{self.attribute}".lstrip(".")
         return module
@@ -58,18 +58,18 @@ class QuantizedWeight:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns of the whole weight as groups and grids count it; see `to_rows`."""
+        """Rows and columns of the whole weight as a matrix; see `to_rows`."""
         return matrix_shape(shape_of(self.float_weight), self.kind)
 
     def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight that a forward pass multiplies with; see `LayerState.quantized_weight`."""
+        """The weight by which a forward pass multiplies; see `LayerState.quantized_weight`."""
         return self.moq.quantized_weight(self.float_weight, dtype)
 
     def quantized_copy(self, dtype: torch.dtype) -> Tensor:
-        """The quantized weight, whole and without a graph; all processes that share a weight must ask for it.
+        """The quantized weight, whole and without a graph; all processes that share a weight must call this.
 
         Args:
-            dtype: Of the result.
+            dtype: Dtype of the result.
         """
         weight = self.whole_weight()
         return (
@@ -81,7 +81,7 @@ class QuantizedWeight:
     def whole_weight(self) -> Tensor:
         """The float weight that is quantized, whole and without a graph, in the dtype in which an engine hands it over.
 
-        All processes that share it must ask for it.
+        All processes that share the weight must call this.
         """
 
         def read(parameter: Tensor) -> Tensor:
@@ -91,16 +91,16 @@ class QuantizedWeight:
         return self.moq.merged(read(self.float_weight), read).detach()
 
     def set_bits(self, bits: int) -> None:
-        """Change the precision, and search the clipping ratios that the grid wants there.
+        """Change the precision, and search the clipping ratios that the grid wants at these bits.
 
-        All processes that share a weight must do so: it is gathered.
+        All processes that share a weight must call this, since the weight is gathered.
         """
         self.moq.bits = bits
         self.search_ratios()
 
     @makes_state
     def search_ratios(self) -> None:
-        """Search the clipping ratios for the weight as it is now, where the grid wants any."""
+        """Search the clipping ratios for the weight as it is now, if the grid wants any."""
         state = self.moq
         state.ratio = None
         if (
@@ -114,7 +114,7 @@ class QuantizedWeight:
         state.passes.drop(state)
 
     def invalidate(self) -> None:
-        """Forget the quantized weight that is held, and see whether an engine has taken the weight over."""
+        """Forget the quantized weight that is held, and check whether an engine has taken over the float one."""
         self.moq.passes.drop(self.moq)
         self.moq.lent = None
         # FSDP2 leaves some weights gathered after a pass without gradients.
@@ -122,10 +122,10 @@ class QuantizedWeight:
 
     @makes_state
     def count_step(self, mode: bool) -> None:
-        """Count a call of `train()` as an optimizer step; one of `eval()` only brings the ranges of inputs up to date.
+        """Count a call of `train()` as an optimizer step; a call of `eval()` only updates the ranges of inputs.
 
         Raises:
-            MoQError: The inputs of the layer are to be rounded, and it is not called.
+            MoQError: The inputs of the layer should be rounded, but it is never called.
         """
         state = self.moq
         if state.inputs is not None:
@@ -141,7 +141,7 @@ class QuantizedWeight:
             self.search_ratios()
 
     def after_load(self) -> None:
-        """Search the clipping ratios anew, after other values were loaded into the weight."""
+        """Search the clipping ratios again, after other values were loaded into the weight."""
         # `assign` may have put the weight on another device.
         self.after_change()
         if self.moq.ratio is not None:
@@ -149,7 +149,7 @@ class QuantizedWeight:
 
     @makes_state
     def after_change(self) -> None:
-        """Move what belongs to the weight to its device, after a change of it, and forget what was made of it."""
+        """After a change of the weight, move its state to its device, and forget its quantized copy."""
         state, device = self.moq, self.float_weight.device
         state.scale = None
         self.invalidate()
@@ -179,12 +179,12 @@ def inputs_of(layers: Mapping[str, QuantizedWeight]) -> dict[str, InputObserver]
 def recomputing_in_backward(weights: Sequence[QuantizedWeight]) -> Iterator[None]:
     """Have autograd keep, for weights that engines hand over, only how to quantize them again.
 
-    Otherwise the quantized weights of a whole model would lie in memory from the forward to
-    the backward pass, while the engine frees the float ones, which it hands over once
-    more for the backward pass.
+    Otherwise the quantized weights of a whole model would stay in memory from the forward
+    to the backward pass, while the engine frees the float ones, which it hands over again
+    for the backward pass.
 
     Args:
-        weights: The weights that the forward pass in the context multiplies with.
+        weights: The weights by which the forward pass in the context multiplies.
     """
     handed = [weight for weight in weights if weight.moq.handed_over]
 
@@ -216,6 +216,6 @@ def recomputing_in_backward(weights: Sequence[QuantizedWeight]) -> Iterator[None
 
 
 def _again(weight: QuantizedWeight, dtype: torch.dtype, *place: Any) -> Tensor:
-    """Quantize a weight again, and give the part at a place in its memory."""
+    """Quantize a weight again, and return the part at a place in its memory."""
     merged = weight.moq.merged(weight.float_weight)
     return weight.moq.fake_quantize(merged, dtype).as_strided(*place)

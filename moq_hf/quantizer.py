@@ -22,7 +22,7 @@ scale of the whole tensor, 2^-7 in the files, is the same for every layer, so th
 are exact to four bits from 2^-14 to 7 / 4, and weights beyond 21 are clipped. Since scales are powers of two times a
 number of four bits, each weight is exact in bfloat16.
 
-r is the clipping ratio of the group, 1 unless given; NVFP4's may be above 1, where its largest weight is not 6.
+r is the clipping ratio of the group, 1 unless given; NVFP4's may be above 1, so that the largest weight is not at 6.
 Stochastic rounding replaces round(y) by floor(y + u), u uniform in [0, 1). Sums are sums of integers, so that their
 order makes no difference: of magnitudes (ternary, binary), see `exact_sum`, whose means are rounded to float32, and of
 squared errors, see `least_squares_ratio`. A group whose scale would be below the smallest normal float32 in magnitude
@@ -54,7 +54,7 @@ from torch import Tensor
 from .grid import FP4, Format, Grid, PerChannel, Precision
 
 # The clipping ratios that a search tries, and those above 1 that it tries for NVFP4,
-# where a group's least error may be with its largest weight at 4. Saved states hold
+# in which a group's least error may be with its largest weight at 4. Saved states hold
 # their indices.
 RATIOS = tuple((100 - 5 * k) / 100 for k in range(17))
 HIGHER_RATIOS = tuple((18 - k) / 10 for k in range(8))
@@ -66,15 +66,15 @@ _RATIOS_OF: dict[Format, tuple[float, ...]] = {
 }
 _TINY = torch.finfo(torch.float32).tiny
 _BELOW_TINY = _TINY - 2.0**-149
-# How many weights a CPU takes at once where a pass over all of them would not fit its
-# caches: 1 MB of float32, which PyTorch divides among up to eight threads. With fewer,
-# calls would take longer than memory does.
+# Weights that a CPU takes at once, since all of them would not fit its caches: 1 MB of
+# float32, which PyTorch divides among up to eight threads. With fewer, the overhead of
+# calls would exceed what the caches save.
 _BLOCK = 262_144
 _DEFAULT = Grid()
 
 
 class RoundingSeed(NamedTuple):
-    """Which random numbers stochastic rounding takes: the same in every process, and after a resume.
+    """The key of the random numbers for stochastic rounding: the same in every process, and after a resume.
 
     Attributes:
         seed: Key of the generator, 0 to 2^63 - 1.
@@ -183,7 +183,7 @@ def dequantize(
 
 
 def per_weight(values: Tensor, shape: Sequence[int]) -> Tensor:
-    """Repeat what groups or blocks share, for each weight of a matrix or for parts of its rows.
+    """Repeat the values that groups or blocks share, for each weight of a matrix or for parts of its rows.
 
     Args:
         values: `[r, c]`, where r divides the rows and c the columns.
@@ -225,12 +225,12 @@ def fake_quantize_with_scale(
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Fake-quantize a weight, and return its scale, too.
+    """Fake-quantize a weight, and return its scale too.
 
     Nothing is raised for NaN or Inf, so that a GPU need not wait for the host. The scale
     of a group is not finite exactly if the group holds NaN or Inf, or spans more than
-    float32 can hold: checking the scales is checking the weight, without a second pass
-    over it.
+    float32 can hold, so checking the scales checks the weight without a second pass over
+    it.
 
     Args:
         weight: Floating-point `[rows, columns]`, any dtype, device and strides.
@@ -323,9 +323,9 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
 def gptq(weight: Tensor, moment: Tensor, bits: int, grid: Grid = _DEFAULT) -> Tensor:
     """Round a weight so that its products with inputs change less than by rounding to nearest.
 
-    Columns are rounded one after the other, and those to come make up for the error as
-    far as the inputs let them (Frantar et al., 2022, arXiv 2210.17323, where 0.01 of the
-    mean square of an input is added to each, too). A scale of groups within a row is
+    Columns are rounded one after the other, and the remaining ones make up for the error
+    as far as the inputs let them (Frantar et al., 2022, arXiv 2210.17323; as there, 0.01
+    of the mean square of an input is added to each). A scale of groups within a row is
     found when its first column is due.
 
     Args:
@@ -333,15 +333,15 @@ def gptq(weight: Tensor, moment: Tensor, bits: int, grid: Grid = _DEFAULT) -> Te
         moment: The sum over inputs `[..., columns]` of their products with each other,
             `[columns, columns]`, up to a factor.
         bits: Bit width, 1 to 16.
-        grid: Which weights share a scale. It rounds to nearest here.
+        grid: Which weights share a scale. Rounding is to nearest in any case.
 
     Returns:
-        float32 `[rows, columns]`, on the grid: quantizing changes it seldom, where no
-        weight of a group reaches the last code.
+        float32 `[rows, columns]`, on the grid: quantizing it again changes a group only
+        if none of its weights reaches the last code, which is rare.
 
     Raises:
         ValueError: Bits or groups do not fit the weight.
-        torch.linalg.LinAlgError: The moment is not one of finite inputs.
+        torch.linalg.LinAlgError: The moment does not come from finite inputs.
 
     >>> moment = torch.tensor([[1.0, 0.9, 0.0], [0.9, 1.0, 0.0], [0.0, 0.0, 1.0]])
     >>> gptq(torch.tensor([[0.45, 0.45, 1.0]]), moment, 3)
@@ -387,7 +387,7 @@ def uniform(
     Args:
         like: Gives shape and device.
         seed: The three numbers.
-        out: Where they go; None is memory of their own.
+        out: Tensor to fill; None makes a new one.
     """
     digest = hashlib.sha256(repr(tuple(seed)).encode()).digest()
     generator = torch.Generator(like.device).manual_seed(
@@ -425,7 +425,7 @@ def check(
 
 
 def _groups(weight: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Lay groups out as rows, a view where the weight is contiguous; float64 becomes float32."""
+    """Lay groups out as rows, a view if the weight is contiguous; float64 becomes float32."""
     x = weight.detach().contiguous().view(shape[0] * shape[1], -1)
     return x.to(torch.float32) if x.dtype == torch.float64 else x
 
@@ -433,7 +433,7 @@ def _groups(weight: Tensor, shape: tuple[int, int]) -> Tensor:
 def _blocks(
     x: Tensor, *others: Tensor | None, copies: int = 1
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield groups that are taken at once, with their part of the others: on a CPU as many as fit its caches.
+    """Yield the groups to take at once, with their part of the others: on a CPU as many as fit its caches.
 
     `copies` is how many times their memory in float32 is needed meanwhile.
     """
@@ -474,32 +474,32 @@ def _few_scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     threshold = torch.threshold(mean, _BELOW_TINY, torch.inf).mul_(0.7)
     if bits == 1:
         return torch.threshold(mean, _BELOW_TINY, 0.0), threshold
-    # A comparison is quicker where it writes floats.
+    # A comparison is quicker when it writes floats.
     above = torch.gt(magnitude, threshold, out=torch.empty_like(magnitude))
     scale = _mean(magnitude.mul_(above), largest, above.sum(1, keepdim=True))
     return torch.where(mean < _TINY, 1.0, scale), threshold
 
 
 def exact_sum(terms: Tensor, largest: Tensor) -> Tensor:
-    """Add numbers up so that the sum is the same in every order, and in parts: as integers.
+    """Add numbers up as integers, so that the sum is the same in every order, and in parts.
 
-    Each is multiplied by 2^k and cut off to an int64, where k is the largest number with
+    Each is multiplied by 2^k and truncated to an int64, where k is the largest number with
     which 2^62 cannot be reached: 62 - e - n, with 2^e above all of them and n the bit
     length of their count. So the largest number becomes an integer of at most 62 - n bits.
 
     Args:
         terms: float32 `[groups, count]`, not negative, of fewer than 2^31 numbers each.
-        largest: float32 `[groups, 1]`: at least the largest number of each group, NaN
-            or Inf where that is.
+        largest: float32 `[groups, 1]`: at least the largest number of each group, or NaN
+            or Inf like that.
 
     Returns:
         float64 `[groups, 1]`; not finite where `largest` is not.
     """
-    # Of a subnormal number the least normal one.
+    # Subnormal numbers count as the least normal one.
     power = _power_below(largest).clamp_(min=_TINY)
     shift = 2.0 ** (61 - terms.shape[1].bit_length())
     whole = (terms / power).mul_(shift).to(torch.int64)
-    # It is positive but for NaN and Inf, whose power is infinite.
+    # Positive, except for NaN and Inf, whose power is infinite.
     total = whole.sum(1, keepdim=True).to(torch.float64).abs_()
     return total.mul_(power).div_(shift)
 
@@ -515,7 +515,7 @@ def _codes(
 ) -> Tensor:
     """Write the codes of groups, integers, to the float32 memory of `out`; `scale` and `offset` are from `_scales`.
 
-    `clips` is whether a code may be beyond the last one; see `Precision`.
+    `clips` says that a code may be beyond the last one; see `Precision`.
     """
     if precision.bits == 1:
         return torch.ge(x, 0.0, out=out).mul_(2.0).sub_(1.0)
@@ -524,8 +524,8 @@ def _codes(
     torch.div(x, scale, out=out)
     steps = None
     if precision.is_fp4:
-        # How far apart codes are, by the exponent: 1 below 4, 2 below 8, then 4.
-        # Neither a product nor a quotient with it is rounded.
+        # The distance between codes, by the exponent: 1 below 4, 2 below 8, then 4.
+        # Multiplying and dividing by it is exact.
         steps = _power_below(out).clamp_(2.0, 8.0).mul_(0.5)
         out.div_(steps)
     if noise is None:
@@ -548,7 +548,7 @@ def _on_grid(
     out: Tensor,
     clips: bool = True,
 ) -> Tensor:
-    """Write what groups become on their grid to `out`, as `_codes` takes its arguments."""
+    """Write the values of groups on their grid to `out`; the arguments are those of `_codes`."""
     _codes(x, precision, scale, offset, noise, out, clips)
     if offset is not None and not precision.grid.symmetric:
         out.sub_(offset)
@@ -584,7 +584,7 @@ def _uniform_scale(
         low = low * ratio
         high = high * ratio
     span = high if symmetric else high - low
-    # Division by a number would be a multiplication by its reciprocal on CUDA.
+    # On CUDA, dividing by a Python number would multiply by its reciprocal.
     scale = span / torch.full_like(span, precision.top)
     scale.masked_fill_(scale.abs() < _TINY, 1.0)
     scale = _as_stored(scale, precision)
@@ -594,7 +594,7 @@ def _uniform_scale(
 
 
 def _as_stored(scale: Tensor, precision: Precision) -> Tensor:
-    """Round scales to their dtype, but keep them as float32; beyond its range they become its last value."""
+    """Round scales to their dtype, but keep them as float32; beyond its range they become its largest value."""
     dtype = getattr(torch, precision.grid.scale_dtype)
     unit = 1.0
     if precision.format == "mxfp4":
@@ -607,7 +607,7 @@ def _as_stored(scale: Tensor, precision: Precision) -> Tensor:
     if dtype == torch.float32:
         return scale
     limits = torch.finfo(dtype)
-    # No scale is below the smallest normal float32, which is bfloat16's, too; the other
+    # No scale is below the smallest normal float32, which is also bfloat16's; the other
     # dtypes need their subnormal values.
     least = limits.smallest_normal
     if dtype != torch.bfloat16:
@@ -623,21 +623,21 @@ def _power_below(x: Tensor) -> Tensor:
 
 
 def ratios_of(format: Format) -> tuple[float, ...]:
-    """The clipping ratios that a search tries, from the largest on."""
+    """The clipping ratios that a search tries, from the largest down."""
     return _RATIOS_OF[format]
 
 
 def error_exponent(length: int) -> int:
-    """The h of `least_squares_ratio`, for groups of a length."""
+    """The h of `least_squares_ratio`, for groups of the given length."""
     return (51 - length.bit_length()) // 2
 
 
 def _error_unit(largest: Tensor, length: int) -> Tensor:
-    """The power of two by which weights and scales of a group are multiplied: 2^(h - e), as far as float32 goes.
+    """The power of two by which weights and scales of a group are multiplied: 2^(h - e), within float32's range.
 
     Args:
         largest: The largest magnitude of each group, float32.
-        length: Weights of a group.
+        length: The number of weights in a group.
     """
     h = error_exponent(length)
     exponent = (largest.view(torch.int32) & 0x7F800000).clamp_(min=h << 23)
@@ -656,7 +656,7 @@ def _best_ratio(x: Tensor, precision: Precision) -> Tensor:
     best = torch.ones_like(high)
     best_error = torch.full_like(high, torch.inf, dtype=torch.float64)
     for value in ratios_of(precision.format):
-        # The ratio is a tensor, because on some devices PyTorch multiplies with a
+        # The ratio is a tensor, because on some devices PyTorch multiplies by a Python
         # number in another precision.
         ratio = torch.full_like(high, value)
         scale, zero = _uniform_scale(low, high, precision, ratio)

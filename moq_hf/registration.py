@@ -1,4 +1,4 @@
-"""Imports a module as soon as another one is there, so that neither is imported before somebody wants it."""
+"""Imports a module together with another one, so that neither is imported before it is needed."""
 
 import sys
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 class _With(MetaPathFinder):
-    """Finds nothing itself: has the module imported that goes with the one that is searched."""
+    """Finds nothing itself, but imports a module after the one that is searched for."""
 
     def __init__(self, other: str, module: str) -> None:
         self.other = other
@@ -38,11 +38,11 @@ class _With(MetaPathFinder):
 
 
 def import_with(other: str, module: str) -> None:
-    """Import a module together with another one: now, if that one is there, or right after it.
+    """Import a module together with another one: now if that one is imported already, or right after it.
 
     Args:
-        other: Dotted name of the module that is waited for.
-        module: Dotted name of the one to import.
+        other: Dotted name of the module to wait for.
+        module: Dotted name of the module to import.
     """
     if other in sys.modules:
         import_module(module)

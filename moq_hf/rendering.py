@@ -1,7 +1,7 @@
 """The Jinja templates of the model card and the report, and the filters that show names and numbers in them.
 
-In an HTML template values are escaped. A Markdown template says how to show a name that
-others chose: as text (`plain`) or as a code span (`code`).
+In an HTML template values are escaped. A Markdown template says how to show a name from
+outside: as text (`plain`) or as a code span (`code`).
 """
 
 import functools

@@ -55,10 +55,10 @@ class _State(BaseModel):
 
 @dataclass(frozen=True)
 class Run(RunFacts):
-    """A finished run, with what `RunFacts` has; `quantized` is of its last evaluation.
+    """A finished run; `quantized` has the metrics of its last evaluation.
 
     Attributes:
-        directory: The folder it was read from.
+        directory: The folder that it was read from.
         steps: Optimizer steps taken.
         log: The Trainer's log, line by line.
         float_size_mb: Size of the parameters before anything was quantized, in
@@ -78,7 +78,7 @@ class Run(RunFacts):
             return _page(self)
 
     def series(self, name: str) -> Series:
-        """The steps at which a number was logged, and its values, without those that are not finite."""
+        """The steps at which a number was logged, and its values, leaving out those that are not finite."""
         steps, values = [], []
         for line in self.log:
             for value in metrics_in({"value": line.get(name)}).values():
@@ -110,8 +110,8 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         directory: The run's `output_dir`, or one of its checkpoints.
 
     Raises:
-        MoQError: There is no trainer_state.json, it is not a run with MoQ, or a file is
-            not as it was written; names the file and the key.
+        MoQError: There is no trainer_state.json, the run is not one with MoQ, or a file
+            was changed; names the file and the key.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -260,7 +260,7 @@ def drawing() -> Iterator[None]:
 
 
 def _figures(run: Run) -> dict[str, "Figure"]:
-    """Draw what was logged; the keys are the titles of the figures."""
+    """Draw the logged values; the keys are the titles of the figures."""
     bits = run.by_block("bits")
     loss = {"training": run.series("loss"), "evaluation": run.series("eval_loss")}
     metrics = [name for name in run.quantized if name != "loss"]
@@ -334,12 +334,12 @@ def _called(names: Sequence[str], count: int) -> str:
 
 
 def _mark_drops(axes: "Axes", bits: Mapping[str, Series]) -> None:
-    """Mark the steps at which bits fell, with the bits from there on."""
+    """Mark the steps at which bits fell, each with the bits from there on."""
     drops = _drops(bits)
     low, high = axes.get_xlim()
     for step, reached in drops.items():
         axes.axvline(step, color="gray", linestyle=":", linewidth=0.8)
-        # Where drops are close to each other, only the last one has a label.
+        # If drops are close to each other, only the last one has a label.
         if any(0 < later - step < 0.02 * (high - low) for later in drops):
             continue
         axes.text(

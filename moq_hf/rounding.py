@@ -1,4 +1,4 @@
-"""`quantize_model`: a finished model at its target bits, rounded to the nearest or by what examples show."""
+"""`quantize_model`: quantizes a finished model at its target bits, to nearest or by examples."""
 
 import functools
 import logging
@@ -34,42 +34,41 @@ def quantize_model(
     inputs: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     **keywords: Any,
 ) -> nn.Module:
-    """Make the linear layers of `model`, and what else the config names, quantized ones, at their target bits.
+    """Quantize the linear layers of `model`, and whatever else the config names, at their target bits.
 
     Changes the model in place. `start_bits` is for a Trainer, which lowers the bits as
-    it trains. Layers that the config leaves out are plain float layers afterwards, also
+    it trains. Layers that the config leaves out are plain float layers afterwards, even
     if an earlier call quantized them. With `enabled: false` that is all of them.
 
-    With `gptq` linear layers, frozen ones too, are rounded by GPTQ for the inputs that
-    they have in as many examples of `inputs`; the float weights are then rounded ones.
-    With static `activations` the range of a layer's inputs is the largest
-    magnitude in `inputs`; without them it is that of each call, until training sets it.
+    With `gptq`, linear layers, including frozen ones, are rounded by GPTQ for their
+    inputs in as many examples of `inputs`, and the float weights become the rounded ones.
+    With static `activations`, the range of a layer's inputs is the largest magnitude in
+    `inputs`; without `inputs` it is that of each call, until training sets it.
 
-    In a loop without a callback each call of `model.train()` counts as an optimizer
-    step, as before each step of a Trainer: stochastic rounding draws anew, ranges of
-    inputs take over what they saw, and every `scale_refresh` steps the clipping ratios
-    are searched again. `load_state_dict` searches them too, and so does calling this
-    once more.
+    In a loop without a callback, each call of `model.train()` counts as an optimizer
+    step, as before each step of a Trainer: stochastic rounding draws new numbers, ranges
+    of inputs are updated, and every `scale_refresh` steps the clipping ratios are
+    searched again. `load_state_dict` searches them too, and so does calling this again.
 
     Args:
         model: Any module.
         config: A preset's name, a `MoQConfig`, a mapping or the path of a JSON file;
-            None: the keywords say it all.
+            None takes the keywords alone.
         inputs: Examples for `gptq` and for static `activations`: a batch as
             the model's forward pass takes it, or an iterable of batches, a `DataLoader`
             for instance, of which `gptq` reads no more than it needs.
-        **keywords: Those of `MoQConfig`, which go before what `config` says.
+        **keywords: Those of `MoQConfig`, which override what `config` says.
 
     Returns:
         The model.
 
     Raises:
-        MoQError: Nothing to quantize, a budget (which only training can choose bits
-            for), a teacher, a name in `modules_to_not_convert` that matches nothing, groups that
-            do not divide a layer's weight, weights that FSDP1 or tensor parallelism
-            took apart, NaN or Inf in a weight; `gptq` without as many examples or
-            without a linear layer to round, `inputs` that the config does not need or
-            the model cannot answer. The model is a float one then.
+        MoQError: There is nothing to quantize, a budget (under which only training can
+            choose bits), a teacher, a name in `modules_to_not_convert` that matches
+            nothing, groups that do not divide a layer's weight, weights sharded by FSDP1
+            or tensor parallelism, NaN or Inf in a weight, `gptq` without enough examples
+            or without a linear layer to round, or `inputs` that the config does not need
+            or the model cannot answer. The model is then a float one.
         MoQConfigError: The config is wrong.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
@@ -84,7 +83,8 @@ def quantize_model(
         )
     if config.distillation.teacher is not None:
         raise MoQError(
-            "distillation.teacher: nothing is trained here that could follow it: leave it out, or train with MoQTrainer"
+            "distillation.teacher: quantize_model trains nothing that could follow it: leave it out, or train with "
+            "MoQTrainer"
         )
     batches = _batches(inputs, config) if config.enabled else []
     inventory = take_inventory(model, config)
@@ -113,19 +113,19 @@ def _batches(
     """The batches that the config needs.
 
     Raises:
-        MoQError: It needs more, or none at all; or they are no batches.
+        MoQError: It needs more, or none at all; or they are not batches.
     """
     wanted = config.gptq
     if inputs is None:
         if wanted:
             raise MoQError(
-                f"{config.spell('gptq')}: GPTQ rounds by examples: give {wanted} of them to quantize_model as inputs=, "
+                f"{config.spell('gptq')}: GPTQ needs examples: give {wanted} of them to quantize_model as inputs=, "
                 "a batch as the model's forward pass takes it or several, or leave gptq out"
             )
         return []
     if not wanted and not _has_ranges(config):
         raise MoQError(
-            f"inputs: nothing is done with them: they are for gptq and for static {config.spell('activations')}, and "
+            f"inputs: nothing uses them: they are for gptq and for static {config.spell('activations')}, and "
             "the config has neither"
         )
     is_one = isinstance(inputs, Mapping | str | Tensor) or not isinstance(
@@ -158,10 +158,10 @@ def _learn_from(
     layers: Mapping[str, QuantizedWeight],
     config: MoQConfig,
 ) -> None:
-    """Round weights, and set the ranges of inputs, by what the layers get in these batches.
+    """Round weights, and set the ranges of inputs, by the inputs of the layers in these batches.
 
     Raises:
-        MoQError: The model cannot answer them, or no weight can be rounded so.
+        MoQError: The model cannot answer them, or GPTQ can round no weight.
     """
     device = next(model.parameters()).device
 
@@ -182,10 +182,10 @@ def _learn_from(
                 is_gathered_per_pass(layer.float_weight) for layer in rounded
             ):
                 raise MoQError(
-                    f"{config.spell('gptq')}: it rounds linear layers whose weights are in this process, and there is "
+                    f"{config.spell('gptq')}: it rounds linear layers whose weights are in this process, and there are "
                     "none; leave gptq out"
                 )
-            # What is wrong with a batch comes before any weight is changed.
+            # Any fault of a batch is found before a weight is changed.
             run_all()
             round_weights(model, rounded, batches, run)
         if _has_ranges(config):
@@ -205,8 +205,8 @@ def _learn_from(
             unseen = [name for name, own in observers.items() if own.range is None]
             if unseen:
                 raise MoQError(
-                    f"inputs: {shortened(unseen)} got no number other than 0, NaN and Inf from them, so that their "
-                    "ranges are not known: give other examples"
+                    f"inputs: {shortened(unseen)} got no number other than 0, NaN and Inf from them, so their ranges "
+                    "are not known: give other examples"
                 )
 
 

@@ -55,8 +55,7 @@ class Switch(NamedTuple):
         before: Bits of the forward passes up to this step; 32 is unquantized.
         bits: Bits from the next forward pass on.
         period: Steps since the offset at which the next drop is due.
-        factor: 1 to 5, what lengthened the period beyond doubling; 1 where the offset
-            was reached.
+        factor: 1 to 5, which lengthened the period beyond doubling; 1 at the offset.
         eigenvalue: The normalized eigenvalue behind the factor, or None.
     """
 
@@ -81,18 +80,18 @@ class PrecisionSchedule:
             change.
 
     Raises:
-        MoQError: No blocks, no `total_steps` where they are needed,
-            or too few of them for `activations.start_step` or for the
-            deadline: the text says what would fit.
+        MoQError: There are no blocks, or `total_steps` is missing where it is needed, or
+            is too small for `activations.start_step` or for the deadline; the text says
+            what would fit.
 
     Attributes:
         total_steps: Length of the run, as given; after loading a state whose plan
             depends on the length, the length it was planned for.
         offset: Optimizer steps before anything is quantized.
-        steps: Optimizer steps taken, those before the offset included.
+        steps: Optimizer steps taken, including those before the offset.
         bits: Block name to the bits of the next forward pass.
-        targets: Block name to the bits that it ends with; None until `choose` is
-            called, where the config has a budget.
+        targets: Block name to the bits that it ends with; under a budget, None until
+            `choose` is called.
         period: Block name to the steps since the offset at which its next drop is due.
 
     >>> config = MoQConfig(bits=4, start_bits=6, period=2)
@@ -117,7 +116,7 @@ class PrecisionSchedule:
         if not names:
             raise MoQError("a schedule needs at least one block")
         self.config = config
-        # With `overrides`, the layers of a block may have a config of their own.
+        # With `overrides`, the layers of a block may have their own config.
         self._configs = {name: (configs or {}).get(name, config) for name in names}
         # Under a budget, None until `choose` is called.
         self.targets: dict[str, int] | None = None
@@ -152,7 +151,7 @@ class PrecisionSchedule:
 
     @property
     def at_target(self) -> bool:
-        """Whether every block has its target bits, and no float weight is blended in."""
+        """True if every block has its target bits, and no float weight is blended in."""
         return self.bits == self.targets and not any(self.blend.values())
 
     @property
@@ -168,7 +167,7 @@ class PrecisionSchedule:
 
     @property
     def is_choosing(self) -> bool:
-        """Whether `choose` must be called before the next `advance`."""
+        """True if `choose` must be called before the next `advance`."""
         return self.targets is None and bool(self.due())
 
     def choose(self, targets: Mapping[str, int]) -> None:
@@ -198,7 +197,7 @@ class PrecisionSchedule:
         )
 
     def next_step(self) -> int | None:
-        """The step of the next change, as far as is known now; None once all blocks are at their targets."""
+        """The step of the next change, as far as it is known now; None once all blocks are at their targets."""
         changes = self._changes().values()
         return self.offset + min(changes) if changes else None
 
@@ -210,7 +209,7 @@ class PrecisionSchedule:
     def advance(
         self, eigenvalues: Mapping[str, float] | None = None
     ) -> tuple[Switch, ...]:
-        """Count one optimizer step, and give the switches it makes.
+        """Count one optimizer step, and return the switches that it makes.
 
         Args:
             eigenvalues: Block name to eigenvalue over the largest, 0 to 1. Blocks
@@ -218,10 +217,12 @@ class PrecisionSchedule:
 
         Raises:
             MoQError: An eigenvalue is not in [0, 1] or belongs to no block, or the bits
-                under a budget are not chosen yet.
+                under a budget have not been chosen yet.
         """
         if self.is_choosing:
-            raise MoQError("the bits of the blocks are not chosen yet: call `choose`")
+            raise MoQError(
+                "the bits of the blocks have not been chosen yet: call `choose`"
+            )
         eigenvalues = eigenvalues or {}
         for name, value in eigenvalues.items():
             if name not in self.bits:
@@ -237,7 +238,7 @@ class PrecisionSchedule:
     def forecast(
         self, eigenvalues: Mapping[str, float] | None = None
     ) -> Iterator[Switch]:
-        """The switches to come, if every measurement gives these eigenvalues; the schedule itself does not advance.
+        """Yield the switches to come if every measurement gives these eigenvalues, without advancing the schedule.
 
         Raises:
             MoQError: See `advance`.
@@ -272,8 +273,8 @@ class PrecisionSchedule:
             missing = sorted(self.bits.keys() - blocks)
             extra = sorted(blocks.keys() - self.bits)
             raise MoQError(
-                "the saved schedule is of another set of blocks: "
-                f"not in it {', '.join(missing) or 'none'}; only in it {', '.join(extra) or 'none'}"
+                "the saved schedule has another set of blocks: "
+                f"it lacks {', '.join(missing) or 'none'}, and alone has {', '.join(extra) or 'none'}"
             )
         self.steps = state["steps"]
         if self.config.depends_on_length:
@@ -284,7 +285,7 @@ class PrecisionSchedule:
             self.targets = state["targets"]
 
     def last_drop(self) -> int:
-        """The latest optimizer step at which the last block can reach its target, blends included."""
+        """The latest optimizer step at which the last block can reach its target, including its blend."""
         ahead = copy.deepcopy(self)
         if ahead.targets is None:
             ahead.choose({name: self._target(name) for name in self.bits})
@@ -293,7 +294,7 @@ class PrecisionSchedule:
         return max([*self._changed.values(), *changes]) + fade_steps(self.config)
 
     def _target(self, name: str) -> int:
-        """The bits that a block ends with; before they are chosen, the fewest that may be."""
+        """The bits that a block ends with; before they are chosen, the fewest that it may have."""
         if self.targets is not None:
             return self.targets[name]
         return self._configs[name].targets[0]
@@ -418,7 +419,7 @@ def _cap(room: int, since: int, left: int) -> int:
 
 
 def _root(value: int, degree: int) -> int:
-    """The root of a whole number, rounded down. It is exact, while floats could differ between machines."""
+    """The root of an integer, rounded down; exact, whereas floats could differ between machines."""
     low = 0
     high = 1 << -(-value.bit_length() // degree)
     # `bisect` cannot search ranges beyond the largest C integer.
@@ -437,14 +438,14 @@ def fade_steps(config: MoQConfig) -> int:
         return 0
     ratio = config.blend.quantize_change_ratio
     steps = max(1, math.ceil(1.0 / ratio) - 1)
-    # 1 / ratio may have been rounded down to a whole number.
+    # 1 / ratio may have been rounded down to an integer.
     while 1.0 - ratio * steps > 0.0:
         steps += 1
     return steps
 
 
 def needs_run(config: MoQConfig) -> Iterator[str]:
-    """Name what a config asks for that needs the steps or the data of a run.
+    """Name the settings of a config that need the steps or the data of a run.
 
     >>> [*needs_run(MoQConfig(bits=4))], [*needs_run(MoQConfig(bits=4, offset=10, gptq=128))]
     ([], ['offset 10', 'gptq'])
@@ -484,10 +485,10 @@ def offset_step_of(config: MoQConfig, total_steps: int | None) -> int:
 
 
 def begins_in_float(config: MoQConfig) -> bool:
-    """Whether a run that is long enough has steps before anything is quantized."""
+    """True if a run that is long enough has steps before anything is quantized."""
     return config.offset != 0 or config.budget is not None
 
 
 def _share_of(share: float, total_steps: int) -> int:
-    """The step at a share of a run. The share is taken as it was written, in decimals: 0.29 of 100 is 29."""
+    """The step at a share of a run; the share counts as it is written in decimals: 0.29 of 100 is 29."""
     return int(Fraction(str(share)) * total_steps)

@@ -1,11 +1,11 @@
-"""The servers: a row for each says what it takes, as far as it was tried or read. A new one is a row in `SERVERS`."""
+"""The servers: a row for each says what it takes, as tried or read in its source. A new one is a row in `SERVERS`."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from .grid import Format
 
-# Layers that vLLM and SGLang fuse into one, and what they call it.
+# Layers that vLLM and SGLang fuse into one, and the name of that one.
 FUSED = {
     ("q_proj", "k_proj", "v_proj"): "qkv_proj",
     ("gate_proj", "up_proj"): "gate_up_proj",
@@ -31,36 +31,36 @@ def fused_units(layers: Iterable[str]) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Server:
-    """What a server takes.
+    """A server, and the models that it takes.
 
     Attributes:
         key: Its name in results, and in `serve` if it can be named there.
         title: Its name for people.
-        version: That for which this row was checked.
+        version: The version for which this row was checked.
         symmetric: Bits of a symmetric grid.
         asymmetric: Bits of a grid with zero points.
-        groups: Sizes of groups; empty for all.
-        multiple: What a size of groups must be a multiple of.
-        columns: What the columns of a weight must be a multiple of.
-        rows: What the rows of a layer must be a multiple of, those of a fused layer
+        groups: Legal sizes of groups; empty for all.
+        multiple: The size of groups must be a multiple of this.
+        columns: The columns of a weight must be a multiple of this.
+        rows: The rows of a layer must be a multiple of this; those of a fused layer
             together.
-        fuses: Whether it makes one layer of those in `FUSED` and of the experts of a
-            block, which need one grid then.
-        without: Kinds of layers that it takes as floats alone, of `WITHOUT`.
-        repacks: Whether moq_hf writes its file, where all that is on a grid becomes
+        fuses: Whether it makes one layer from those in `FUSED`, and from the experts of
+            a block, which must then have one grid.
+        without: Kinds of layers, from `WITHOUT`, that it takes only as floats.
+        repacks: Whether moq_hf writes its file, in which everything on a grid becomes
             codes.
-        has_bytes: Whether a kernel of its multiplies 8 bits with 8 bits, per channel,
+        has_bytes: Whether one of its kernels multiplies 8 bits by 8 bits, per channel,
             whatever the other fields say.
-        inputs: What it does with rounded inputs where it does not multiply so.
-        formats: What codes of 4 bits may be.
-        classes: What the name of a model's class must be like, and there may be no
-            decoder beside an encoder then.
-        in_float: Names of layers that it takes as floats alone, after the name of the
-            model's class and a space.
+        inputs: What it does with rounded inputs if it does not multiply like that.
+        formats: Kinds of codes of 4 bits.
+        classes: A pattern for the names of classes, in which there may then be no
+            decoder beside an encoder; empty for all models.
+        in_float: A pattern for layers that it takes only as floats: the name of the
+            model's class, a space, and the layer's name.
         half_scales: Whether it computes with scales in half precision.
         tried: Classes of which a model was served, or one whose weights are loaded by
             the same code.
-        refused: Why classes are refused whatever their grid is, and those classes.
+        refused: Reasons why classes are refused whatever their grid, and those classes.
         is_named: Whether `serve` may name it.
     """
 
@@ -92,14 +92,14 @@ class Server:
         return f"{self.title} {self.version}"
 
 
-# Kinds of layers that some servers do not take, and what they take.
+# Kinds of layers that some servers do not take, with the reason and what is served.
 WITHOUT = {
     "conv1d": ("it takes no Conv1D layers on a grid", "models of nn.Linear are served"),
     "experts": (
         "it takes no packed experts",
         "name them in modules_to_not_convert",
     ),
-    # In the packed layout each matrix of an expert is a tensor by itself.
+    # In the packed layout each matrix of an expert is a separate tensor.
     "expert": (
         "it has no place for experts that are one tensor in the files",
         "name them in modules_to_not_convert, but GPT-OSS in MXFP4 needs no export: llama.cpp's converter copies its "
@@ -115,7 +115,7 @@ _HEADS = (
     r"(?<!Model) (.*\.)?(pooler\.dense|classifier|classifier\.(dense|out_proj)|head\.dense|lm_head\.dense|"
     r"predictions\.transform\.dense|pre_classifier)$"
 )
-# vLLM makes these without a name, so that no target matches, or loads their rows in
+# vLLM creates these without a name, so that no target matches, or loads their rows in
 # another order.
 _UNNAMED = (
     r"MiniCPM3ForCausalLM .*\.q_a_proj$|BloomForCausalLM .*\.query_key_value$|"
@@ -185,7 +185,7 @@ VLLM_CPU = replace(
     rows=32,
     without=("experts", "embedding"),
 )
-# What its Marlin kernels take, by its source: nothing was run.
+# What its Marlin kernels take according to its source: nothing was run.
 SGLANG = replace(
     VLLM,
     key="sglang",
@@ -246,5 +246,5 @@ ONNX = Server(
     "ConvNextForImageClassification",
 )
 SERVERS = (TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF, ONNX)
-# What `serve` may name.
+# The servers that `serve` may name.
 NAMED = {server.key: server for server in SERVERS if server.is_named}

@@ -1,7 +1,7 @@
-"""Who can serve a model: what each server takes, asked before training and of a folder.
+"""Which servers can serve a model, before training and for a delivered folder.
 
-What the row of a server says is compared with a description of the model, which is made
-of its inventory before training and of a folder's files after it.
+A server's row in `servers` is compared with a description of the model, which comes
+from its inventory before training, and from a folder's files afterwards.
 """
 
 import re
@@ -29,7 +29,7 @@ class Description:
         unserved: Why plain transformers does not compute what was evaluated; None if it
             does, or nobody tried.
         scales: Dtype of the scales in the file.
-        layout: How the weights lie there; see `formats.table`.
+        layout: How the files hold the weights; see `formats.table`.
     """
 
     architecture: str
@@ -48,14 +48,14 @@ Answer = Literal["yes", "no", "not tried"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a server makes of a model.
+    """The answer to whether a server takes a model, with reasons.
 
     Attributes:
-        server: Which one.
-        answer: Whether it takes the model; what fits but was never tried with this
-            class is "not tried".
-        reasons: Why it does not take it: a text for each, with the layers that it is
-            about and what would be served.
+        server: The server.
+        answer: Whether it takes the model; "not tried" if the model fits but its class
+            was never tried.
+        reasons: Why it does not take the model: a text for each reason, with the layers
+            concerned and what would be served.
         notes: What to know if it does.
     """
 
@@ -66,7 +66,7 @@ class Verdict:
 
 
 def verdict(model: Description, server: Server) -> Verdict:
-    """What a server makes of a model.
+    """Decide whether a server takes a model.
 
     >>> from moq_hf.servers import SGLANG
     >>> weight = WeightSpec("linear", (64, 128), 3, stored="packed")
@@ -97,13 +97,13 @@ def verdict(model: Description, server: Server) -> Verdict:
         notes.append(server.inputs)
     elif server.has_bytes and "per_token" in scales:
         notes.append(
-            "it takes the largest magnitude of a token over 127 for its scale, not over 127.5"
+            "its scale for a token is the largest magnitude over 127, not over 127.5"
         )
     answer: Answer = "no"
     if not reasons:
         answer = "yes" if is_tried else "not tried"
     if server is TRANSFORMERS:
-        # The installed version loads and proves what is delivered.
+        # The installed version loads and proves the delivered model.
         server = replace(server, version=installed("transformers"))
     return Verdict(server, answer, reasons, tuple(notes))
 
@@ -152,11 +152,11 @@ def _reasons(model: Description, server: Server) -> list[str]:
 def _faults(
     name: str, weight: WeightSpec, server: Server
 ) -> Iterator[tuple[str, int | None, str]]:
-    """Yield why a server does not take a weight, the number that does not fit, if it is one, and what would be served.
+    """Yield why a server does not take a weight, the number that does not fit (if any), and what would be served.
 
     Args:
-        name: Of the model's class and of the layer, with a space in between.
-        weight: The layer's.
+        name: The model's class and the layer's name, with a space in between.
+        weight: The layer's weight.
         server: The server.
     """
     if weight.bits != FLOAT_BITS:
@@ -195,7 +195,7 @@ def _faults(
             instead = "embeddings 8 is served"
         yield f"its groups are {groups}", size, instead
     rows, columns = weight.shape
-    # Four groups make a block of NVFP4 in llama.cpp.
+    # A block of NVFP4 in llama.cpp is four groups.
     is_in_fours = server.repacks and weight.format == "nvfp4"
     multiple = 64 if is_in_fours else server.columns
     if columns % multiple:
@@ -210,10 +210,10 @@ def _sizes(what: str, multiple: int, count: int) -> tuple[str, int, str]:
 
 
 def _unlike_siblings(model: Description) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield what a server that fuses layers does not take beside each other: why, what would be served, and names."""
+    """Yield layers that a server fuses and that do not go together: why, what would be served, and their names."""
     grids = dict.fromkeys(model.floats, "floats")
     grids |= {name: weight.as_served for name, weight in model.weights.items()}
-    # Without any codes the files have a name for each expert.
+    # In a model without codes the files name each expert.
     whole = [
         name
         for name, grid in grids.items()

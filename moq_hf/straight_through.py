@@ -34,8 +34,8 @@ class _StraightThrough(torch.autograd.Function):
         return grad[0].to(ctx.dtype), None
 
 
-# What Function.apply does where no transform of torch.func is active, without binding
-# arguments to a signature, which takes as long as all the rest.
+# The part of Function.apply for when no transform of torch.func is active: it does not
+# bind arguments to a signature, which takes as long as all the rest.
 _apply: Any = super(torch.autograd.Function, _StraightThrough).apply
 
 
@@ -44,7 +44,8 @@ def straight_through(source: Tensor, quantized: Tensor) -> Tensor:
 
     Args:
         source: The float weight or input.
-        quantized: What was made of it: of its shape, without a graph, held by nobody else.
+        quantized: The quantized tensor, in the same shape, without a graph, to which
+            there is no other reference.
 
     Returns:
         The quantized values, with a gradient.
@@ -67,7 +68,7 @@ class _ManyStraightThrough(torch.autograd.Function):
     def forward(
         ctx: Any, quantized: Sequence[Tensor], *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        # A weight that nothing multiplies with keeps `grad is None`.
+        # A weight that is not used keeps `grad is None`.
         ctx.set_materialize_grads(False)
         ctx.dtypes = [weight.dtype for weight in weights]
         return tuple(quantized)
@@ -86,7 +87,7 @@ class _ManyStraightThrough(torch.autograd.Function):
         results: list[Tensor] = []
         for index, (grad, dtype) in enumerate(zip(grads, ctx.dtypes, strict=True)):
             if grad is not None and grad.dtype != dtype:
-                # Memory of its own, since an optimizer may write into each gradient.
+                # New memory, since an optimizer may write into each gradient.
                 found[index] = torch.empty_like(grad, dtype=dtype)
                 sources.append(grad)
                 results.append(found[index])  # type: ignore[arg-type]
@@ -105,6 +106,6 @@ def straight_through_block(
 
     Args:
         weights: Float weights that require gradients.
-        quantized: What was made of them: without a graph, held by nobody else.
+        quantized: The quantized weights, without a graph and without other references.
     """
     return cast(tuple[Tensor, ...], _apply_many(list(quantized), *weights))

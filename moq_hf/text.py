@@ -1,4 +1,4 @@
-"""Tables, numbers and metrics as the terminal, the model card and the report show them."""
+"""Formats tables, numbers and metrics for the terminal, the model card and the report."""
 
 import json
 import re
@@ -69,7 +69,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def quoted(path: object) -> str:
-    """A path as a string literal.
+    """Write a path as a string literal.
 
     >>> print(quoted("runs/4-bits"))
     "runs/4-bits"
@@ -78,7 +78,7 @@ def quoted(path: object) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """A number and its noun, in the plural if need be.
+    """Write a number with its noun, in the plural if need be.
 
     >>> counted(1, "block"), counted(3, "block")
     ('1 block', '3 blocks')
@@ -87,7 +87,7 @@ def counted(number: int, what: str) -> str:
 
 
 def megabytes(count: int) -> str:
-    """A number of bytes in megabytes (10^6 bytes), with at least three digits.
+    """Write a number of bytes in megabytes (10^6 bytes), with at least three digits.
 
     >>> megabytes(17_736_000), megabytes(119_000)
     ('17.7 MB', '0.119 MB')
@@ -107,6 +107,6 @@ def metrics_in(logged: Mapping[str, Any]) -> dict[str, float]:
         if not _NO_METRIC.search(name)
         and isinstance(value, (int, float))
         and not isinstance(value, bool)
-        # False for NaN; a whole number may be too large for a float.
+        # False for NaN; an integer may be too large for a float.
         and abs(value) <= sys.float_info.max
     }

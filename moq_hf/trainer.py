@@ -1,4 +1,4 @@
-"""`MoQMixin`: MoQ wired into a Trainer class, with what only a subclass can do; `MoQTrainer` is it with `Trainer`."""
+"""`MoQMixin` wires MoQ into a Trainer class and adds what only a subclass can do; `MoQTrainer` has it built in."""
 
 import contextlib
 import inspect
@@ -28,7 +28,7 @@ from .model.inventory import is_packed
 from .packed.card import write_run_card
 from .packed.files import save_beside
 from .packed.state import STATE_NAME, record_metrics
-from .processes import is_gathered_per_pass
+from .processes import has_gathered_weights
 from .seams.transformers import (
     KNOWS_SCALE,
     average_loss,
@@ -69,7 +69,7 @@ from .training.run import Run
 logger = logging.getLogger(__name__)
 
 
-# The base of a mixin: its `super()` is the Trainer that stands beside it.
+# The base of the mixin: its `super()` is the Trainer beside it.
 if TYPE_CHECKING:
     from transformers import Trainer as _Beside
 else:
@@ -93,27 +93,28 @@ class MoQMixin(_Beside):
     Args:
         *args: What the Trainer takes.
         moq_config: A preset's name, the path of a JSON file, a mapping or a
-            `MoQConfig`; without it, and without keywords of a `MoQConfig`, that with
-            which the model was loaded; else the model stays as it is.
+            `MoQConfig`. Without it, and without keywords of a `MoQConfig`, the config
+            with which the model was loaded is used, if there is one; else the model
+            stays as it is.
         teacher: A float model for distillation, instead of `distillation.teacher` in
             the config, which may name a quantized one: its weights are read as floats.
         teacher_init_kwargs: For the `from_pretrained` of `distillation.teacher`:
             `token`, `cache_dir`, `revision`, ...
         float_first: Train in float for that share of the steps, above 0 and below 1;
             True is half of them. The float model is then evaluated, saved in the folder
-            `float` of the output folder, and is start and teacher of what follows: the
-            schedule of `moq_config` in the rest of the steps, with the learning rate's
-            schedule and the optimizer's state begun anew. Neither phase has
+            `float` of the output folder, and serves as the start and the teacher of
+            what follows: the schedule of `moq_config` in the remaining steps, with a
+            new learning rate schedule and a new optimizer state. Neither phase has
             dropout, unless `distillation.dropout` is true. The config's
             `offset` is not read.
-        **kwargs: What the Trainer takes, and keywords of `MoQConfig`, which go before
+        **kwargs: What the Trainer takes, and keywords of `MoQConfig`, which override
             what `moq_config` says.
 
     Raises:
         MoQConfigError: The config is wrong, or there is a keyword that neither knows.
         MoQError: The config does not fit the model, `callbacks` holds a MoQCallback
-            too, `float_first` goes with a teacher, without a config, with a custom
-            scheduler or with PEFT's adapters, or the mixin stands behind its Trainer.
+            too, `float_first` is given with a teacher, without a config, with a custom
+            scheduler or with PEFT's adapters, or the mixin comes after its Trainer.
 
     Attributes:
         moq: The `MoQCallback`, or None.
@@ -136,7 +137,7 @@ class MoQMixin(_Beside):
         order = cls.__mro__
         if Trainer in order and order.index(Trainer) < order.index(MoQMixin):
             raise MoQError(
-                f"{cls.__name__}: MoQMixin stands behind the Trainer, which would never call it: write "
+                f"{cls.__name__}: MoQMixin comes after the Trainer, which would never call it: write "
                 f"class {cls.__name__}(MoQMixin, {cls.__bases__[0].__name__})"
             )
 
@@ -159,7 +160,7 @@ class MoQMixin(_Beside):
             )
         callbacks = list(kwargs.get("callbacks") or [])
         share = share_of(float_first)
-        # Keywords that no Trainer takes go to the config, whose error says what a wrong one was meant for.
+        # Keywords that no Trainer takes go to the config, whose error says what a wrong one was meant to be.
         taken = inspect.signature(super().__init__).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
         own = places().keys() if takes_any else kwargs.keys()
@@ -310,7 +311,7 @@ class MoQMixin(_Beside):
 
     @property
     def _distillation(self) -> DistillationConfig:
-        """What the config says of a teacher."""
+        """The distillation section of the config; the default if nothing is quantized."""
         if self.moq is None or not self.moq.config.enabled:
             return DistillationConfig()
         return self.moq.config.distillation
@@ -321,6 +322,7 @@ class MoQMixin(_Beside):
         return self.accelerator.unwrap_model(self.model)
 
     def _follow(self, teacher: PreTrainedModel | None) -> None:
+        """Learn from a teacher from here on; None: from the task alone."""
         self._teacher = teacher
         self.teacher_fingerprint = None if teacher is None else fingerprint(teacher)
         # The loss with a teacher is a mean over the micro-batch, whatever the model's
@@ -333,13 +335,13 @@ class MoQMixin(_Beside):
         """Make the learning rate's schedule, as `Trainer.create_scheduler`; with `float_first` one for each phase.
 
         Raises:
-            MoQError: A phase would have no step, or the schedule cannot be begun anew.
+            MoQError: A phase would have no step, or the schedule cannot start again.
         """
         if self.float_phase is None:
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is not None:
             raise MoQError(
-                "float_first begins the learning rate's schedule anew: leave the scheduler to the Trainer, and out of "
+                "float_first restarts the learning rate's schedule: leave the scheduler to the Trainer, and out of "
                 "a DeepSpeed config"
             )
         run = cast(MoQCallback, self._live_moq()).run_of(self.state)
@@ -371,24 +373,24 @@ class MoQMixin(_Beside):
         """Begin or go on with a run. Called by the `MoQCallback`.
 
         Raises:
-            MoQError: What the float phase has used cannot be begun anew; what it left
-                is missing, or of another run.
+            MoQError: The optimizer or the learning rate cannot start afresh; the float
+                model is missing, or belongs to another run.
         """
         phase = self.float_phase
         self._parts.clear()
-        # auto_find_batch_size may begin a run anew in its second phase.
+        # auto_find_batch_size may restart a run in its second phase.
         self._restore_dropout()
         if phase is None:
             self._begin_following("with a teacher,")
             return
         if not self._rates_restart:
             raise MoQError(
-                f"float_first begins the learning rate's schedule anew, but {type(self).__name__}.create_scheduler "
+                f"float_first restarts the learning rate's schedule, but {type(self).__name__}.create_scheduler "
                 f"does not call that of {self._wired_by}: call super().create_scheduler, or leave it out"
             )
         if not run.has_begun:
             phase.begin()
-            self._take(None)
+            self._take_from_phase(None)
             self._tell(
                 f"float first: the model trains in float up to step {run.offset:,}"
                 f"{self._switch_off_dropout()}; it is then kept in {phase.folder}, as start and teacher of the "
@@ -396,7 +398,7 @@ class MoQMixin(_Beside):
             )
             return
         phase.go_on()
-        self._take(phase)
+        self._take_from_phase(phase)
         if run.beside.get("teacher") != self.teacher_fingerprint:
             raise MoQError(
                 f"cannot resume: the model in {phase.folder} is not the float model of this run: it was written "
@@ -409,11 +411,11 @@ class MoQMixin(_Beside):
         phase = self.float_phase
         if phase is not None:
             phase.end()
-            self._take(phase)
+            self._take_from_phase(phase)
             step = self.state.global_step + 1
             self._begin_following(
                 f"step {step:,}: the float phase is over; its model is in {phase.folder}. From here on training is "
-                "quantized, the learning rate starts anew, and"
+                "quantized, the learning rate starts again, and"
             )
 
     def _begin_following(self, text: str) -> None:
@@ -426,7 +428,7 @@ class MoQMixin(_Beside):
         self._tell(f"{text} the loss is {loss}{self._switch_off_dropout()}")
 
     def _switch_off_dropout(self) -> str:
-        """Switch it off unless the config keeps it; returns what a message adds about that if the model has any."""
+        """Switch off dropout unless the config keeps it; returns the words about it for a message."""
         if not self._distillation.dropout:
             self._dropped += switch_off_dropout(self._student)
         return "; dropout is off" if self._dropped else ""
@@ -440,13 +442,13 @@ class MoQMixin(_Beside):
             setattr(module, name, share)
         self._dropped.clear()
 
-    def _take(self, phase: FloatPhase | None) -> None:
-        """Take the metrics and the teacher of a float phase that is over; None: it is to come."""
+    def _take_from_phase(self, phase: FloatPhase | None) -> None:
+        """Take the metrics and the teacher from a float phase that is over; None while it is still to come."""
         self.float_metrics = None if phase is None else phase.metrics
         self._follow(None if phase is None else phase.teacher(self._distillation))
 
     def mean_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        """The scalar mean loss over one batch by itself, by `compute_loss`; sensitivity is measured on it."""
+        """The scalar mean loss of `compute_loss` over a single batch; sensitivity is measured on it."""
         prepared = dict(inputs)
         count = self._count_of(prepared)
         with metrics_apart(self):
@@ -455,14 +457,14 @@ class MoQMixin(_Beside):
             )
 
     def _count_of(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        """What a `compute_loss_func` divides by for the mean over one batch; None without such a function."""
+        """The number that a `compute_loss_func` divides by for the mean over a batch; None without such a function."""
         labels = inputs.get("labels")
         if self.compute_loss_func is None or not isinstance(labels, Tensor):
             return None
         count: Tensor = labels.ne(-100).sum()
         if not self.args.average_tokens_across_devices:
             return count
-        # The Trainer multiplies the loss with this, as if the count were that of all.
+        # The Trainer multiplies the loss by this, as if all processes had been counted.
         processes: int = self.accelerator.num_processes // self.get_tp_size()
         return count * (processes if self.args.n_gpu <= 1 else self.args.n_gpu)
 
@@ -476,7 +478,7 @@ class MoQMixin(_Beside):
         """As `Trainer.compute_loss`; in training with a teacher, the distillation loss.
 
         Raises:
-            MoQError: What is compared is not in the model's output, or the model is not called.
+            MoQError: The model's output lacks something to compare, or the model is not called.
         """
         self._loss_called = True
         phase = self.float_phase
@@ -500,7 +502,7 @@ class MoQMixin(_Beside):
                 # The batch may have no labels, and the output no loss.
                 model(**inputs)
             else:
-                # The Trainer takes the labels out where it computes the loss itself.
+                # The Trainer takes the labels out if it computes the loss itself.
                 found = compute(model, dict(inputs), return_outputs, count)
         if not passes:
             raise MoQError(
@@ -533,10 +535,10 @@ class MoQMixin(_Beside):
     def _compared(
         self, student: Pass, batch: Mapping[str, Any], is_stock: bool
     ) -> dict[str, Tensor]:
-        """The parts of the loss that compare a pass of the student with the teacher's; before there is one, a trial."""
+        """The parts of the loss that compare student and teacher; before there is a teacher, a trial of them."""
         config = self._distillation
         teacher = self._teacher
-        # A Trainer that computes the loss itself keeps the labels to itself.
+        # A Trainer that computes the loss itself does not hand the model the labels.
         kept = {name: batch[name] for name in ("labels",) if name in batch}
         given = {**kept, **student.inputs}
         theirs, relations = student.output, student.relations
@@ -548,7 +550,7 @@ class MoQMixin(_Beside):
                 queries_keys_values(teacher, config.relations) as relations,
             ):
                 theirs = teacher(**(given if is_stock else student.inputs))
-        # A forward pass with labels sets it where the config does not say it.
+        # A forward pass with labels sets it if the config leaves it out.
         problem = getattr((teacher or self._student).config, "problem_type", None)
         given["labels"] = labels_at_logits(self._student, given.get("labels"))
         both = (student.relations, relations)
@@ -600,8 +602,8 @@ class MoQMixin(_Beside):
             )
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        # Written last, it says that a checkpoint is whole: not of an earlier run's files
-        # under this one's.
+        # This file is written last and marks a checkpoint as whole, which an earlier
+        # run's must not do for this one's.
         if self.args.should_save:
             (checkpoint_folder(self) / STATE_FILE).unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
@@ -615,9 +617,7 @@ class MoQMixin(_Beside):
             MoQError: The files cannot be written, or a weight holds NaN or Inf.
         """
         model = cast(nn.Module, self.model)
-        if not self._delivers() or not any(
-            map(is_gathered_per_pass, model.parameters())
-        ):
+        if not self._delivers() or not has_gathered_weights(model):
             super().save_model(output_dir, _internal_call)
             return
         # The stock method gathers the whole model first or, by its settings, saves
@@ -655,7 +655,7 @@ class MoQMixin(_Beside):
                 logger.warning("moq_hf: %s has no training_args.bin: %s", folder, fault)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the cards of the packed model, with the last metrics; the Trainer's own where none was saved."""
+        """Write the cards of the packed model with the last metrics, or the Trainer's own card if none was saved."""
         saved = Path(str(self.args.output_dir))
         moq = self._live_moq()
         folders = []
@@ -676,8 +676,7 @@ class MoQMixin(_Beside):
         """The callback of this Trainer, which it may share with others; None if it was removed."""
         if self.moq is None:
             return None
-        # restore_callback_states_from_checkpoint puts a new object instead of the one
-        # that was passed.
+        # restore_callback_states_from_checkpoint replaces the object that was passed.
         for callback in callbacks_of(self):
             if isinstance(callback, MoQCallback):
                 self.moq = callback
@@ -686,7 +685,7 @@ class MoQMixin(_Beside):
 
 
 class MoQTrainer(MoQMixin, Trainer):
-    """A `Trainer` that takes a MoQ config: `MoQMixin`, which says what it does and raises, with the stock `Trainer`.
+    """A `Trainer` that takes a MoQ config: the stock one with `MoQMixin`, where its behavior and errors are described.
 
     Args:
         *args: What `Trainer` takes.

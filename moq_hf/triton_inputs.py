@@ -1,6 +1,6 @@
 """`InputObserver.quantize` as one launch of a Triton kernel, with the same numbers, bit for bit.
 
-It can be imported without Triton and without a GPU: where the kernels do not run, the
+It can be imported without Triton and without a GPU: if the kernels do not run, the
 observer computes. For a scale of a whole call PyTorch finds the range first.
 """
 
@@ -14,12 +14,13 @@ from torch import Tensor
 from .grid import InputGrid
 from .inputs import InputObserver
 from .seams.transformers import is_transformed
+from .text import dtype_name
 from .triton_launch import DTYPES, attempt, available, hard_rows, kernels, launch
 
-# Inputs of a block, and how many programs share all blocks.
+# Inputs of a block, and the number of programs that share all blocks.
 _BLOCK = 4096
 _PROGRAMS = 1024
-# Inputs of a program that holds whole rows, or more where one row is longer.
+# Inputs of a program that holds whole rows, or more if one row is longer.
 _TILE = 4096
 LONGEST = 32_768
 
@@ -61,7 +62,7 @@ def quantize(observer: InputObserver, input: Tensor, training: bool) -> Tensor |
 
 
 def _features(observer: InputObserver, input: Tensor) -> int:
-    """Inputs of a token, or 0 where all of a call share a scale."""
+    """The number of inputs of a token, or 0 if all inputs of a call share a scale."""
     scale = observer.grid.scale
     if scale == "per_block":
         return input.shape[-1]
@@ -71,7 +72,7 @@ def _features(observer: InputObserver, input: Tensor) -> int:
 
 
 def _is_right(observer: InputObserver, input: Tensor, observes: bool) -> bool:
-    """Whether the kernel gives the numbers of an observer for inputs that are hard to round."""
+    """True if the kernel gives the same numbers as an observer for inputs that are hard to round."""
     features = _features(observer, input)
     # Codes and the halves between them.
     place = torch.arange(features or 511, device=input.device)
@@ -131,10 +132,10 @@ def _constants(
         "SCALE": grid.scale,
         "BITS": grid.bits,
         "LEAST": torch.finfo(dtype).eps,
-        "DTYPE": _name(codes),
+        "DTYPE": dtype_name(codes),
     }
     if not features:
-        more = {"SCALE_DTYPE": _name(scale_dtype), "BLOCK": _BLOCK, "num_warps": 8}
+        more = {"SCALE_DTYPE": dtype_name(scale_dtype), "BLOCK": _BLOCK, "num_warps": 8}
         return constants | more
     row = grid.block if grid.scale == "per_block" else features
     columns = 1 << (row - 1).bit_length()
@@ -146,7 +147,3 @@ def _constants(
         # A thread holds 32 inputs, or 64.
         "num_warps": min(16, rows * columns // 1024),
     }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

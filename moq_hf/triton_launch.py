@@ -1,4 +1,4 @@
-"""How Triton kernels are launched: tried out at first use, and replaced by plain PyTorch where they do not work."""
+"""Launches Triton kernels: tries each at its first use, and replaces it with plain PyTorch if it does not work."""
 
 import importlib
 import logging
@@ -14,20 +14,20 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-# What kernels read and write.
+# The dtypes that kernels read and write.
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 # Whether variants of kernels work, once they were tried out.
 works: dict[tuple[Any, ...], bool] = {}
 
 
 def available(device: torch.device) -> bool:
-    """Whether kernels can run on a device.
+    """True if kernels can run on a device.
 
     True for CUDA devices with a Triton that is new enough, and for the CPU in Triton's
     interpreter (TRITON_INTERPRET=1 in the environment at the first call). Each variant
-    of a kernel is tried out at its first use; where it cannot be launched, or gives
-    other numbers than plain PyTorch, one warning says so, and plain PyTorch computes from
-    then on. It is False while torch.compile traces: plain PyTorch can be compiled.
+    of a kernel is tried out at its first use; if it cannot be launched, or gives other
+    numbers than plain PyTorch, one warning says so, and plain PyTorch computes from then
+    on. False while torch.compile traces, since plain PyTorch can be compiled.
     """
     if torch.compiler.is_compiling():
         return False
@@ -39,7 +39,7 @@ def available(device: torch.device) -> bool:
 
 @cache
 def _triton() -> tuple[str, str]:
-    """The type of devices that Triton is for here, or what is wrong with it."""
+    """The type of devices that Triton serves here, or what is wrong with it."""
     try:
         from triton import knobs
     except ImportError as error:
@@ -49,12 +49,12 @@ def _triton() -> tuple[str, str]:
 
 
 def give_up(variant: tuple[Any, ...], reason: str | Exception) -> None:
-    """Have plain PyTorch replace a variant from now on, and say so once."""
+    """Replace a variant with plain PyTorch from now on, and say so once."""
     if works.get(variant, True):
         works[variant] = False
         if isinstance(reason, Exception):
-            # It may be of Triton's compiler, of the C compiler that it calls, or of the
-            # driver.
+            # It may come from Triton's compiler, from the C compiler that it calls, or
+            # from the driver.
             reason = f"{type(reason).__name__}: {reason}"
         logger.warning(
             "moq_hf: the Triton kernel is not used on %s %s, plain PyTorch computes in its place: %s",
@@ -73,12 +73,12 @@ def kernels(name: str) -> ModuleType:
 def works_at(
     variant: tuple[Hashable, ...], is_right: Callable[..., bool], *arguments: Any
 ) -> bool:
-    """Whether a variant of a kernel works, found out at its first use.
+    """True if a variant of a kernel works, which is tried at its first use.
 
     Args:
-        variant: What one compiled kernel is for; a device first.
-        is_right: Whether it gives the numbers of plain PyTorch.
-        arguments: For `is_right`.
+        variant: A key of one compiled kernel, which begins with a device.
+        is_right: Says whether it gives the same numbers as plain PyTorch.
+        arguments: Arguments for `is_right`.
 
     Raises:
         torch.OutOfMemoryError: The device has no room.
@@ -98,10 +98,10 @@ def attempt(
     run: Callable[..., _Result],
     *arguments: Any,
 ) -> _Result | None:
-    """Run a variant of a kernel where it works; see `works_at`. Both functions take the same arguments.
+    """Run a variant of a kernel if it works; see `works_at`. Both functions take the same arguments.
 
     Returns:
-        The result; None where it does not work, which one warning says.
+        The result; None if it does not work, of which one warning tells.
 
     Raises:
         torch.OutOfMemoryError: The device has no room.
@@ -126,18 +126,18 @@ def _call(
 def launch(
     kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any
 ) -> None:
-    """Launch so many programs of a kernel, without fusing products and sums, which would change numbers."""
+    """Launch a number of programs of a kernel, without fusing products and sums, which would change numbers."""
     # Triton launches on the current device.
     with torch.cuda.device(device if device.type == "cuda" else -1):
         kernel[(programs,)](*arguments, enable_fp_fusion=False, **constants)
 
 
 def hard_rows(quotients: Tensor, dtype: torch.dtype) -> Tensor:
-    """Four rows of very different sizes, to try a kernel on.
+    """Make four rows of very different magnitudes, to try a kernel on.
 
     Args:
-        quotients: `[length]` or `[4, length]`: the numbers of a row, up to its size.
-        dtype: Of the result.
+        quotients: `[length]` or `[4, length]`: the numbers of a row, up to a factor.
+        dtype: Dtype of the result.
     """
     sizes = torch.tensor(
         [[1.0], [-0.3], [7e-3], [-(2.0**-120)]],

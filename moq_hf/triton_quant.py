@@ -1,6 +1,6 @@
 """`quantizer.rounded` in a Triton kernel, for many weights at once, with the same numbers, bit for bit.
 
-It can be imported without Triton and without a GPU: where the kernel does not run,
+It can be imported without Triton and without a GPU: if the kernel does not run,
 `quantizer` computes. The kernel takes every grid, and weights in float32, bfloat16 and
 float16.
 """
@@ -30,20 +30,19 @@ from .triton_launch import (
     works_at,
 )
 
-# A thread holds 16 weights in registers, or 8 where it adds them up: so many registers are
-# free. A program of 256 threads holds whole groups of TILE weights in all, one of up to
-# 1,024 threads a group of up to WIDEST; half of that where they are added up. Longer
-# groups are taken in parts.
+# A thread has registers for 16 weights, or for 8 if it adds them up. A program of 256
+# threads holds whole groups of TILE weights in all, one of up to 1,024 threads a group of
+# up to WIDEST; half of that if weights are added up. Longer groups are taken in parts.
 TILE = 4096
 WIDEST = 16_384
-# Random numbers of a launch, 256 MB; for more there is another launch.
+# The most random numbers of a launch, 256 MB; for more there is another launch.
 NOISE = 2**26
 _DEFAULT = Grid()
 _FIRST = RoundingSeed()
 
 
 class Job(NamedTuple):
-    """A weight that is to be fake-quantized.
+    """A weight to be fake-quantized.
 
     Attributes:
         weight: Floating-point `[rows, columns]`, any strides.
@@ -67,10 +66,10 @@ class Results(NamedTuple):
     """Results of jobs, in their order.
 
     Attributes:
-        values: Fake-quantized weights, contiguous, each in memory of its own, without a
-            graph. None where the kernel does not take the job.
-        scales: float32, of all jobs together.
-        places: Where in `scales` those of each job are.
+        values: Fake-quantized weights, contiguous, each in its own memory, without a
+            graph. None if the kernel does not take the job.
+        scales: The scales of all jobs together, float32.
+        places: The place of each job's scales in `scales`.
     """
 
     values: list[Tensor | None]
@@ -79,7 +78,7 @@ class Results(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What a kernel is compiled for; `align` divides the length of groups."""
+    """The properties for which a kernel is compiled; `align` divides the length of groups."""
 
     device: torch.device
     source: torch.dtype
@@ -104,14 +103,14 @@ class _Form(NamedTuple):
         return ("ends", *sums.get(self.codes, ()), "round")
 
     def tiles(self, groups: int, length: int) -> int:
-        """How many tiles so many groups of a length have."""
+        """The number of tiles in a number of groups of one length."""
         if self.is_long:
             return groups * -(-length // self.columns)
         return -(-groups // self.rows)
 
 
 class _Memory(NamedTuple):
-    """What a row of the kernel's table points to."""
+    """The tensors to which a row of the kernel's table points."""
 
     weight: Tensor
     out: Tensor
@@ -120,7 +119,7 @@ class _Memory(NamedTuple):
 
 @dataclass(eq=False)
 class _Batch:
-    """Jobs of one form, by their numbers, with their tiles and how many random numbers they need."""
+    """Jobs of one form, by their numbers, with their tiles and the number of random numbers that they need."""
 
     form: _Form
     jobs: list[int] = field(default_factory=list)
@@ -147,15 +146,15 @@ class _Batch:
 
 
 class _Plan(NamedTuple):
-    """How jobs of certain shapes and precisions are launched.
+    """The launches for jobs of certain shapes and precisions.
 
     Attributes:
         batches: Jobs that are launched together.
         rows: For each row of the table, the number of the job and its first scale.
         table: int64 `[rows, 12]`, without addresses and blends.
-        places: Those of `Results`.
-        scales: How many scales there are.
-        marked: How many of them, at the beginning, belong to groups that are taken in
+        places: As in `Results`.
+        scales: The number of scales.
+        marked: The number of scales, at the beginning, of groups that are taken in
             parts.
     """
 
@@ -170,17 +169,17 @@ class _Plan(NamedTuple):
 class Launcher:
     """Quantizes many weights of a device, in one launch for all that have the same form.
 
-    What depends on shapes and precisions alone is kept from call to call.
+    The plan, which depends only on shapes and precisions, is kept from call to call.
     """
 
     def __init__(self) -> None:
-        # What the plan is for, and the plan: set together, since threads may share them.
+        # The key of the plan, and the plan: set together, since threads may share them.
         self._planned: tuple[list[Any], _Plan] | None = None
-        # What captured CUDA graphs read at each replay.
+        # Memory that captured CUDA graphs read at each replay.
         self._captured: list[Tensor] = []
 
     def __call__(self, jobs: Sequence[Job]) -> Results:
-        """Quantize weights that are on one device, where kernels are available.
+        """Quantize weights that are all on one device, for which kernels are available.
 
         Raises:
             torch.OutOfMemoryError: The device has no room for the results.
@@ -199,7 +198,7 @@ class Launcher:
         return self.run(jobs, planned[1])
 
     def run(self, jobs: Sequence[Job], plan: _Plan) -> Results:
-        """Launch what is planned for jobs of these shapes and precisions.
+        """Launch the kernels that are planned for jobs of these shapes and precisions.
 
         Raises:
             torch.OutOfMemoryError: The device has no room for the results.
@@ -238,7 +237,7 @@ class Launcher:
                     _, length = _groups(jobs[number])
                     variant = _variant(jobs[number], batch.form, length, True)
                     give_up(variant, error)
-                    # What lies there must not look like a scale that is not finite.
+                    # Uninitialized memory might look like a scale that is not finite.
                     results.scales[results.places[number]] = 1.0
                     results.values[number] = None
         return results
@@ -262,7 +261,7 @@ class Launcher:
 
 
 def _row(memory: _Memory, first: int) -> tuple[int, int, int, int]:
-    """What a row of the table gets at each call: addresses, and where the scales begin."""
+    """The part of a table's row that is new at each call: addresses, and the first scale."""
     weight, out, ratio = memory
     ratio_at = 0 if ratio is None else ratio.data_ptr()
     return weight.data_ptr(), out.data_ptr(), ratio_at, first
@@ -314,7 +313,7 @@ def rounded(
 
 
 def _form(job: Job, length: int) -> _Form | None:
-    """Which compiled kernel takes a job whose groups have a length; None if none does."""
+    """The form of the kernel for a job whose groups have this length; None if there is none."""
     weight, precision, _, _, blend, dtype = job
     if weight.dtype not in DTYPES or dtype not in DTYPES:
         return None
@@ -344,7 +343,7 @@ def _form(job: Job, length: int) -> _Form | None:
 
 
 def _groups(job: Job) -> tuple[int, int]:
-    """How many groups a weight has, and their length."""
+    """The number of groups in a weight, and their length."""
     rows, columns = job.precision.grid.shape(*job.weight.shape)
     groups = rows * columns
     return groups, job.weight.numel() // groups
@@ -359,21 +358,21 @@ def _sizes(job: Job) -> tuple[int, ...]:
 
 
 def _variant(job: Job, form: _Form, length: int, many: bool) -> tuple[Any, ...]:
-    """What is tried out by itself: a form, a length of groups, and a way of launching."""
+    """The key of a variant that is tried separately: a form, a length of groups, and a way of launching."""
     return *form, _tried_length(length), job.precision.is_full, many
 
 
 def _tried_length(length: int) -> int:
-    """How long groups are when they are tried out; those that are taken in parts have a few parts."""
+    """The length of groups when a kernel is tried out; those that are taken in parts have a few parts."""
     return min(length, WIDEST + TILE + length % TILE)
 
 
 def _is_right(job: Job, form: _Form, many: bool = False) -> bool:
-    """Whether a variant gives the numbers of `quantizer`.
+    """True if a variant gives the same numbers as `quantizer`.
 
-    It is tried on rows that are hard to round, as long as those at hand, so that nothing
-    is compiled for it alone. Quotients are codes and the halves between them, which show
-    an error of one bit.
+    It is tried on rows that are hard to round, as long as those of the job, so that
+    nothing is compiled only for this. Quotients are codes and the halves between them,
+    which show an error of one bit.
     """
     precision, source = job.precision, job.weight
     grid = replace(precision.grid, grouping=PerChannel())
@@ -404,7 +403,7 @@ def _form_that_works(job: Job) -> _Form | None:
 
 def _plan(jobs: Sequence[Job], forms: Sequence[_Form | None]) -> _Plan:
     usable = [(number, form) for number, form in enumerate(forms) if form is not None]
-    # The scales of groups that are taken in parts come first, as their marks do.
+    # The scales of groups that are taken in parts come first, like their marks.
     usable.sort(key=lambda each: not each[1].is_long)
     places = [slice(0, 0)] * len(jobs)
     table = np.zeros((len(usable), 12), np.int64)
@@ -448,14 +447,14 @@ def _alone(job: Job, form: _Form) -> tuple[Tensor, Tensor]:
 
 
 def _marks(groups: int, device: torch.device) -> Tensor:
-    """Memory for what is found of groups that are taken in parts."""
+    """Memory for the facts about groups that are taken in parts."""
     return torch.zeros(groups, 5, dtype=torch.int64, device=device)
 
 
 def _launch(form: _Form, programs: int, *arguments: Any) -> None:
     module = kernels("triton")
     dtypes = module.DTYPES[form.source], module.DTYPES[form.dtype]
-    # Without a limit ptxas spills for sm_100, so that more threads fit.
+    # Without a limit, ptxas spills registers for sm_100 to fit more threads.
     options = {} if torch.version.hip else {"maxnreg": 64}
     for step in form.steps:
         launch(

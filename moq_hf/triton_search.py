@@ -1,6 +1,6 @@
 """`quantizer.least_squares_ratio` as one launch of a Triton kernel, with the same ratios.
 
-It can be imported without Triton and without a GPU: where the kernel does not run,
+It can be imported without Triton and without a GPU: if the kernel does not run,
 `quantizer` computes.
 """
 
@@ -16,8 +16,7 @@ from .triton_launch import DTYPES, attempt, available, hard_rows, kernels, launc
 
 _DEFAULT = Grid()
 _WARPS = 4
-# Threads of a program, the weights that each holds, and how many of them it reads at
-# once.
+# Threads of a program, the weights that each holds, and the number that it reads at once.
 _THREADS = 32 * _WARPS
 _HELD = 32
 _VECTOR = 4
@@ -57,10 +56,10 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
 
 
 def _is_right(x: Tensor, precision: Precision) -> bool:
-    """Whether the kernel chooses as `quantizer` does for groups as long as those at hand."""
+    """True if the kernel chooses the same ratios as `quantizer`, for groups of the same length."""
     length = x.shape[1]
     if length > LONGEST:
-        # Two whole parts, and the last one as it is.
+        # Two whole parts, and a last one of the same length.
         length = 2 * LONGEST + length % LONGEST
     # Most of the weights are small, so that it pays to clip the others.
     place = torch.arange(4 * length, dtype=torch.float32, device=x.device)
@@ -74,7 +73,7 @@ def _launch(x: Tensor, precision: Precision) -> Tensor:
     """Search the ratios `[groups, 1]` of groups `[groups, length]`."""
     groups, length = x.shape
     ratios = _ratios_on(x.device, quantizer.ratios_of(precision.format))
-    # As few threads as can hold a row read it.
+    # A row is read by as few threads as can hold it.
     columns = min(1 << (length - 1).bit_length(), LONGEST)
     chunk = max(_VECTOR, columns // _HELD * _VECTOR)
     rows = _THREADS * _VECTOR // chunk
@@ -114,7 +113,7 @@ def _launch(x: Tensor, precision: Precision) -> Tensor:
 
 
 def _least(sums: Tensor, ratios: Tensor) -> Tensor:
-    """The ratio of each group with the least sum `[groups, ratios]`, the first of several."""
+    """The ratio with the least sum `[groups, ratios]` for each group, the first of several."""
     return ratios[sums.argmin(1, keepdim=True)]
 
 

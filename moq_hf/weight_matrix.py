@@ -1,4 +1,4 @@
-"""How the weight of a layer is laid out as the matrix that is quantized: a row for each output, `[rows, columns]`."""
+"""Lays out the weight of a layer as the matrix to quantize, with a row for each output, `[rows, columns]`."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -32,7 +32,7 @@ def to_rows(weight: Tensor, kind: str) -> Tensor:
 
 
 def matrix_shape(shape: Sequence[int], kind: str) -> tuple[int, int]:
-    """Rows and columns of the matrix of a weight of a shape.
+    """Rows and columns of the matrix of a weight with the given shape.
 
     >>> matrix_shape([4, 3, 2], "experts_t"), matrix_shape([3, 2], "conv1d"), matrix_shape([3, 2, 5, 5], "conv")
     ((8, 3), (2, 3), (3, 50))
@@ -42,7 +42,7 @@ def matrix_shape(shape: Sequence[int], kind: str) -> tuple[int, int]:
 
 
 def from_rows(matrix: Tensor, kind: str, shape: Sequence[int]) -> Tensor:
-    """The weight of a shape whose matrix this is: a view, or the matrix itself.
+    """The weight in the given shape whose matrix this is: a view, or the matrix itself.
 
     >>> import torch
     >>> from_rows(torch.ones(2, 3), "conv1d", [3, 2]).shape
@@ -56,7 +56,7 @@ def from_rows(matrix: Tensor, kind: str, shape: Sequence[int]) -> Tensor:
 
 
 def is_experts(kind: str) -> bool:
-    """Whether a weight holds the matrices of several experts.
+    """True if a weight holds the matrices of several experts.
 
     >>> is_experts("experts_t"), is_experts("linear")
     (True, False)
@@ -65,7 +65,7 @@ def is_experts(kind: str) -> bool:
 
 
 def is_in_rows(kind: str) -> bool:
-    """Whether the matrix of a weight lies in memory as the weight does.
+    """True if the matrix of a weight has the memory layout of the weight.
 
     >>> is_in_rows("conv1d"), is_in_rows("experts")
     (False, True)
@@ -74,7 +74,7 @@ def is_in_rows(kind: str) -> bool:
 
 
 def parameter_of(name: str, kind: str) -> str:
-    """The name of the weight of a quantized layer in the state dict; experts are called as their parameter.
+    """The name of a quantized layer's weight in the state dict; experts have the name of their parameter.
 
     >>> parameter_of("dense", "linear"), parameter_of("mlp.experts.down_proj", "experts")
     ('dense.weight', 'mlp.experts.down_proj')

@@ -1,4 +1,4 @@
-"""`WeightSpec`: what is known of one quantized weight, from the inventory of a model to `moq_state.json`."""
+"""`WeightSpec`: describes a quantized weight all the way from the inventory of a model to `moq_state.json`."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from .quantized_weight import QuantizedWeight
 from .schedule import FLOAT_BITS
 from .weight_matrix import Kind
 
-# Widest code that the packed format stores; wider layers are saved as floats.
+# The widest code that the packed format stores; wider layers are saved as floats.
 MAX_PACKED_BITS = 8
 # Forms without codes: floats on the grid, and a weight that was not quantized yet.
 DENSE, FLOAT = "dense", "float"
@@ -35,7 +35,7 @@ class SharedScheme:
         symmetric: Whether there are no zero points.
         takes_tables: Whether embedding tables are packed too, at the widest bits of
             all.
-        format: What codes are; "int" if not all are the same.
+        format: Kind of codes; "int" if not all are the same.
     """
 
     row_size: int | None
@@ -55,7 +55,7 @@ class WeightSpec:
         bits: 1 to 16, or 32 for a weight that is not quantized yet.
         grid: Which weights share a scale, and how codes are rounded.
         stored: The form that it has in a folder; see `formats.table`.
-        name: The layer's.
+        name: The layer's name.
         dtype: Dtype of the float weight.
         full_shape: Shape of the parameter in the model; empty for a weight that was
             read from a folder.
@@ -63,18 +63,18 @@ class WeightSpec:
         tied: Modules that loading ties to its layer; a folder has at most their scales
             and zero points.
         matrices: Names in the files of the matrices of experts, in the order of the
-            rows, empty while they are not known; None for any other layer, and where the
+            rows, empty while they are not known; None for any other layer, and if the
             files have no place for them.
         inputs: How the layer's inputs are rounded; None leaves them alone.
-        input_scale: Their scale, `[1]`, where it is static.
+        input_scale: Their scale, `[1]`, if it is static.
         pack_bits: The fewest bits that a packed code of integers takes.
-        shared: The scheme that all layers of the folder must have; None where each has
-            its own.
-        left_alone: Whether transformers leaves the module as it is, whatever the files
-            say, where it replaces others.
+        shared: The scheme that all layers of the folder must have; None if each has its
+            own.
+        left_alone: Whether transformers leaves the module as it is while it replaces
+            others, whatever the files say.
         blended: Whether the forward pass still blends the float weight in.
-        bytes: What the weight takes in the file: codes, scales and zero points.
-        bytes_before: What the float weight took.
+        bytes: Bytes of the weight in the file: codes, scales and zero points.
+        bytes_before: Bytes of the float weight.
         group: Name in the config groups of compressed-tensors, or in `groups` of the
             state; None without codes.
         grid_text: Scales and zero points of floats on the grid, base64 of float32 and
@@ -122,7 +122,7 @@ class WeightSpec:
 
     @property
     def numbers(self) -> int:
-        """How many weights there are."""
+        """The number of weights."""
         return math.prod(self.shape)
 
     @property
@@ -132,22 +132,22 @@ class WeightSpec:
 
     @property
     def format(self) -> Format:
-        """What codes are."""
+        """Kind of codes."""
         return self.precision.format
 
     @property
     def symmetric(self) -> bool:
-        """Whether there are no zero points."""
+        """True if there are no zero points."""
         return self.grid.symmetric
 
     @property
     def full(self) -> bool:
-        """Whether codes reach -2^(bits-1) and scales have a sign."""
+        """True if codes reach -2^(bits-1) and scales have a sign."""
         return self.precision.is_full
 
     @property
     def scales(self) -> tuple[int, int]:
-        """Rows and columns of the scale; zeros where nothing was quantized yet."""
+        """Rows and columns of the scale; zeros if nothing was quantized yet."""
         return (0, 0) if self.stored == FLOAT else self.grid.shape(*self.shape)
 
     @property
@@ -173,7 +173,7 @@ class WeightSpec:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Of the scales in the file, to which transformers unpacks experts: float32 unless it is that of the model."""
+        """Dtype of the scales in the file; float32 for experts, which are unpacked to it, unless it is the model's."""
         own: torch.dtype = getattr(torch, self.grid.scale_dtype)
         is_other = self.matrices is not None and own != self.dtype
         return torch.float32 if is_other or self.shared is not None else own
@@ -187,10 +187,10 @@ class WeightSpec:
 
     @property
     def input_fault(self) -> str | None:
-        """Why a folder has no place for `inputs`, or no server a kernel that rounds them so; None if both have.
+        """Why a folder cannot store `inputs`, or no server has a kernel for them; None if neither is so.
 
         Codes of 8 bits in both, per channel, are multiplied as integers. Weights of
-        fewer bits, or in groups, go with a scale for each token.
+        fewer bits, or in groups, need a scale for each token.
         """
         assert self.inputs is not None
         scale = self.inputs.scale
@@ -203,13 +203,13 @@ class WeightSpec:
             f"they have {self.bits} bits": not 2 <= self.bits <= MAX_PACKED_BITS,
             f"inputs have {self.inputs.bits} bits": self.inputs.bits != 8,
             f"scales are {scale}": scale not in ("static", "per_token"),
-            "static scales go with 8 bits per channel": needs_bytes,
+            "static scales need 8 bits per channel": needs_bytes,
         }
         return next((why for why, is_so in faults.items() if is_so), None)
 
     @property
     def as_served(self) -> str:
-        """The grid that a server meets, in words.
+        """The grid as a server sees it, in words.
 
         >>> from moq_hf.grid import PerGroup
         >>> grid = Grid(PerGroup(32), symmetric=False)
@@ -226,7 +226,7 @@ class WeightSpec:
 
     @property
     def is_served_as_codes(self) -> bool:
-        """True if a server meets codes, or a table on its grid."""
+        """True if a server sees codes, or a table on its grid."""
         is_quantized = self.bits != FLOAT_BITS
         return is_quantized and (self.has_codes or self.kind == "embedding")
 

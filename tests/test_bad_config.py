@@ -176,7 +176,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
     (
         "a deadline, its default, that is no later than the offset",
         schedule(schedule_offset=0.25),
-        ["deadline: 0.25 of the run is not after quantize_schedule.schedule_offset 0.25, from which on bits fall"],
+        ["deadline: 0.25 of the run is not after quantize_schedule.schedule_offset 0.25, where bits begin to fall"],
     ),
     ("deadline after the end", schedule(deadline=1.5), ["quantize_schedule.deadline: 1.5", "above 0 up to 1, or null"]),
     ("negative stability", eigenvalue(stability=-1e-6), ["eigenvalue.stability: -1e-06", "a number from 0"]),
@@ -212,13 +212,13 @@ CASES: list[tuple[str, Any, list[str]]] = [
     (
         "stochastic ternary",
         bits(4, 2) | {"quantize_algo": {"rounding": "stochastic", "range": "narrow"}},
-        ["quantize_algo.rounding", "2 bits symmetric", "nearest, or quantize_bits.target_bits to 3 or more"],
+        ["quantize_algo.rounding", "symmetric grids of 2 bits", "nearest, or quantize_bits.target_bits to 3 or more"],
     ),
     ("asymmetric binary", bits(4, 1) | {"quantize_type": "asymmetric"}, ["1 bit is symmetric only", "or 2 bits"]),
     (
         "asymmetric full range",
         bits(4, 3) | {"quantize_type": "asymmetric", "quantize_algo": {"range": "full"}},
-        ["quantize_algo.range: full is of symmetric grids", "set it to narrow, or quantize_type to symmetric"],
+        ["quantize_algo.range: full is for symmetric grids", "set it to narrow, or quantize_type to symmetric"],
     ),
     # Layers that differ.
     ("no object of globs", with_bits(overrides=[8]), ["overrides: [8] is not legal; it must be an object of globs"]),

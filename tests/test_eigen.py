@@ -360,9 +360,9 @@ def test_the_layers_of_other_models_are_found() -> None:
 def test_the_list_may_be_named_and_limited(tiny_bert: Any) -> None:
     assert list(Inventory.of(tiny_bert).layer_blocks("bert.encoder.layer", 1)) == ["bert.encoder.layer.0"]
     assert list(Inventory.of(tiny_bert).layer_blocks(None, 2)) == list(Inventory.of(tiny_bert).layer_blocks())
-    with pytest.raises(MoQError, match=r"'bert.encoder.layers' is no list of layers .*has: bert.encoder.layer \(2\)"):
+    with pytest.raises(MoQError, match=r"'bert.encoder.layers' is not a list of layers .*: bert.encoder.layer \(2\)"):
         Inventory.of(tiny_bert).layer_blocks("bert.encoder.layers")
-    with pytest.raises(MoQError, match=r"'bert.encoder' is no list of layers"):
+    with pytest.raises(MoQError, match=r"'bert.encoder' is not a list of layers"):
         Inventory.of(tiny_bert).layer_blocks("bert.encoder")
     with pytest.raises(MoQError, match=r"layer_num: 3 is more than there are: bert.encoder.layer has 2"):
         Inventory.of(tiny_bert).layer_blocks(None, 3)

@@ -174,7 +174,7 @@ def test_a_format_alone_is_four_bits_from_the_first_step() -> None:
         ({"quantize_group_size": 64}, "leave out quantize_bits.target_bits, quantize_group_size"),
         ({"quantize_algo": {"q_type": "asymmetric"}}, "quantize_group_size and quantize_algo.q_type"),
         ({"overrides": {"layer.0": {"bits": 8}}}, "overrides.layer.0: quantize_format: mxfp4 is symmetric, of 4 bits"),
-        ({"pack_bits": 8}, "pack_bits: codes of mxfp4 have containers of their own; leave it out"),
+        ({"pack_bits": 8}, "pack_bits: codes of mxfp4 have their own containers; leave it out"),
         ({"quantize_format": ["mxfp4"]}, 'must be "int" or "mxfp4" or "nvfp4"'),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_config_is_made_of_whatever_load_takes(tmp_path: Path) -> None:
         assert made == MoQConfig.load(source, seed=5) and made.seed == 5
         assert made.from_deepspeed == (source == tmp_path / "own.json")
         assert MoQConfig(made) == made == pickle.loads(pickle.dumps(made))  # type: ignore[call-arg]
-    with pytest.raises(MoQConfigError, match="a MoQConfig and bits beside it"):
+    with pytest.raises(MoQConfigError, match="a MoQConfig, and bits beside it"):
         MoQConfig(MoQConfig(bits=4), bits=3)  # type: ignore[call-arg]
 
 
@@ -396,11 +396,11 @@ def test_sensitive_blocks_with_overrides_are_measured() -> None:
     [
         (
             {"*.layre.0.*": {"bits": 8}},
-            r"overrides: '\*.layre.0.\*' matches no layer .*near are bert\.encoder\.layer\.0",
+            r"overrides: '\*.layre.0.\*' matches no layer .*similar are bert\.encoder\.layer\.0",
         ),
         (
             {"classifier": {"bits": 8}},
-            "'classifier' matches no layer that is quantized; near .* output heads need quantize_heads",
+            "'classifier' matches no layer that is quantized; similar .* output heads need quantize_heads",
         ),
         ({"*word_embeddings*": {"bits": 8}}, "tables have the bits of quantize_embeddings"),
         (
@@ -411,7 +411,7 @@ def test_sensitive_blocks_with_overrides_are_measured() -> None:
             {"*": {"bits": 16}},
             r"overrides.\*.bits: 16 would quantize nothing; name layers .* in modules_to_not_convert",
         ),
-        ({"*": {"bits": 8}}, r"overrides.\*: means every layer; say it of all without overrides"),
+        ({"*": {"bits": 8}}, r"overrides.\*: matches every layer; set these for all layers, outside of overrides"),
         ({"query": {"group_size": 5}}, r"group_size 5 does not divide the weights of .*layer.\*.*features 16\) \(2\)"),
     ],
 )

@@ -72,7 +72,7 @@ def test_inputs_stay_in_float_and_a_run_says_so() -> None:
     controller = MoQController(model, config)
     assert "6 linear layers and 1 convolution in 2 blocks" in controller.summary()
     assert "the inputs of linear layers to 8 bits" in controller.summary()
-    assert "activation_quantization is of linear layers: the inputs of convolutions stay in float" in "\n".join(
+    assert "activation_quantization is for linear layers: the inputs of convolutions stay in float" in "\n".join(
         controller.warnings()
     )
     projection = model.vit.embeddings.patch_embeddings.projection
@@ -103,8 +103,8 @@ def test_a_run_is_delivered_as_it_was_evaluated(make: Any, tmp_path: Path, caplo
         stored = found.layers[name]
         assert (stored.stored, stored.bits, stored.bytes) == ("dense", 3, stored.bytes_before)
         assert stored.shape == layers[name].matrix_shape and stored.scales == (4, 1)
-    # It is told before the first step, and not again.
-    why = "saved as floats on the grid, at full size: convolutions are integers in the ONNX export alone"
+    # Before the first step, and not again after the last one.
+    why = "saved as floats on the grid, at full size: convolutions are integers only in the ONNX export"
     said = [record.message for record in caplog.records if "at full size" in record.message]
     which = "every quantized layer is" if make is resnet else "these layers are"
     assert len(said) == 1 and f"{which} {why}" in said[0]

@@ -233,8 +233,8 @@ OLD_WEIGHT_NORM = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm
 @pytest.mark.parametrize(
     "first, reason",
     [
-        (lambda: Scaled(8, 16), "a forward of its own"),
-        (lambda: ScaledConv1D(16, 8), "a forward of its own"),
+        (lambda: Scaled(8, 16), "its own forward"),
+        (lambda: ScaledConv1D(16, 8), "its own forward"),
         (lambda: parametrizations.weight_norm(nn.Linear(8, 16)), "a computed weight"),
         (lambda: parametrizations.spectral_norm(nn.Linear(8, 16)), "a computed weight"),
         pytest.param(

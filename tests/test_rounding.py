@@ -104,11 +104,11 @@ IDS = torch.ones(2, 4, dtype=torch.long)
 @pytest.mark.parametrize(
     ("inputs", "more", "message"),
     [
-        (None, {"gptq": 64}, "gptq: GPTQ rounds by examples: give 64 of them .* as inputs="),
+        (None, {"gptq": 64}, "gptq: GPTQ needs examples: give 64 of them .* as inputs="),
         ({"input_ids": IDS}, {"gptq": 3}, "hold 2 examples, and gptq asks for 3: .* set gptq to 2"),
         ([], {"gptq": 3}, "hold 0 examples, and gptq asks for 3: give as many$"),
         ([], STATIC, "inputs hold no example$"),
-        ({"input_ids": IDS}, {}, "inputs: nothing is done with them: they are for gptq and for static"),
+        ({"input_ids": IDS}, {}, "inputs: nothing uses them: they are for gptq and for static"),
         ("hi there", {"gptq": 2}, f"{WANTED}; got str"),
         (IDS, {"gptq": 2}, f"{WANTED}; got Tensor"),
         (7, {"gptq": 1}, f"{WANTED}; got int"),
@@ -133,7 +133,7 @@ def test_wrong_inputs_are_one_error_that_leaves_the_model_as_it_was(
 def test_gptq_without_a_linear_layer_is_an_error() -> None:
     model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.Conv1d(8, 8, 3))
     inputs = {"input": torch.ones(2, 4, 9)}
-    with pytest.raises(MoQError, match=r"gptq: it rounds linear layers .*, and there is none"):
+    with pytest.raises(MoQError, match=r"gptq: it rounds linear layers .*, and there are none"):
         quantize_model(model, bits=4, convolutions=True, gptq=2, inputs=inputs)
     assert not quant_layers(model)
 

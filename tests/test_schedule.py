@@ -92,7 +92,7 @@ def test_blend_falls_to_zero_and_starts_again_for_a_block_that_switched() -> Non
         (lambda: PrecisionSchedule(make(8, 4, 1), ["a"]).advance({"a": float("nan")}), "got nan"),
         (
             lambda: PrecisionSchedule(make(8, 4, 1), ["a"]).load_state_dict({"steps": 1, "blocks": {"b": [8, 1, 0]}}),
-            "not in it a; only in it b",
+            "it lacks a, and alone has b",
         ),
         (lambda: PrecisionSchedule(make(5, 3, 4, 0.5), "a"), "offset: below 1 it needs total_steps"),
         (lambda: PrecisionSchedule(make(8, 4, "auto"), "a"), '"auto".*need total_steps'),

@@ -101,7 +101,7 @@ ELSEWHERE = {
     "packed/test_versions.py": ["refuse_older"],
     "test_callback.py": ["CALLBACKS_KEY", "ExportableState", "average_loss"],
     "test_eigen.py": ["attention_of", "undo_mixed_precision"],
-    "test_forward_pass.py": ["has_hooks", "in_evaluation_loop", "pre_hooks", "remove_forward_hooks"],
+    "test_forward_pass.py": ["frames", "has_hooks", "in_evaluation_loop", "pre_hooks", "remove_forward_hooks"],
     "test_inputs.py": ["with_gradient_of"],
     "test_loaded.py": ["give_to_each_trainer"],
     "test_processes.py": ["CHECKPOINTED"],

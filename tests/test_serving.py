@@ -224,7 +224,7 @@ PER_TOKEN = with_grid(rounded="per_token")
             with_grid(**W8A8, rounded="per_token"),
             VLLM_CPU,
             "yes",
-            "it takes the largest magnitude of a token over 127 for its scale, not over 127.5",
+            "its scale for a token is the largest magnitude over 127, not over 127.5",
         ),
         (PER_TOKEN, VLLM_CPU, "yes", "its kernels leave inputs beside packed weights in float"),
         (PER_TOKEN, VLLM, "yes", "its kernels leave inputs beside packed weights in float, all but Humming's"),

@@ -1,1 +1,1 @@
-"""Packed checkpoints for other runtimes: a file per target, and what they share."""
+"""Packed checkpoints for other runtimes: a module per target, and what they share."""

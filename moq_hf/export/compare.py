@@ -1,4 +1,4 @@
-"""The proof that an exported model answers as the checkpoint does: the data, the checkpoint's answers, the metrics."""
+"""Proves that an exported model answers as the checkpoint does: the data, the checkpoint's answers, the metrics."""
 
 import contextlib
 import copy
@@ -31,9 +31,9 @@ TOLERANCE = 1e-4
 GLUE = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
 PROCESSOR = "preprocessor_config.json"
 _BATCH = 16
-# How many pictures are compared.
+# The number of pictures that are compared.
 _PICTURES = 8
-# Their side in pixels, where neither the model nor its processor says it.
+# Their side in pixels, if neither the model nor its processor says it.
 _SIDE = 224
 
 
@@ -84,7 +84,7 @@ def read_data(path: str | os.PathLike[str], task: str | None = None) -> Data:
         task: Name of the GLUE task, which decides the metric.
 
     Raises:
-        MoQError: There is no such file, or a line is no such row; names the line.
+        MoQError: There is no such file, or a line is not such a row; names the line.
     """
     check_choice("task", task, (None, *GLUE))
     with explained(f"cannot read {path}"):
@@ -118,10 +118,10 @@ class Checkpoint:
     """A packed checkpoint that is exported.
 
     Attributes:
-        model: With float weights on their grid, in eval mode.
-        tokenizer: The one beside it; None of a model of pictures.
+        model: The model with float weights on their grid, in eval mode.
+        tokenizer: Its tokenizer; None for a model of pictures.
         processor: The file that says how its pictures are prepared, if there is one.
-        verified: What `verify_quantized` found.
+        verified: The result of `verify_quantized`.
         weights: The integers of each quantized layer, by its name.
     """
 
@@ -136,7 +136,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     """Verify and load a packed checkpoint.
 
     Raises:
-        MoQError: It is damaged, is of a kind that is not exported, or has no tokenizer.
+        MoQError: It is damaged, its kind is not exported, or it has no tokenizer.
     """
     verified = verify_quantized(directory)
     check_taken(directory, ONNX)
@@ -162,15 +162,15 @@ def load_checkpoint(directory: Path) -> Checkpoint:
 
 
 def takes_pictures(model: Any) -> bool:
-    """Whether a model's input is pictures."""
+    """True if a model's input is pictures."""
     return bool(model.main_input_name == "pixel_values")
 
 
 def load_floats(directory: Path, **options: Any) -> Any:
-    """Load the model of a packed checkpoint with transformers, plain, with float weights on their grid.
+    """Load the model of a packed checkpoint with plain transformers, and unpack it to float weights on their grid.
 
     Raises:
-        MoQError: Its class is none of transformers', or transformers cannot load it.
+        MoQError: Its class is not one of transformers', or transformers cannot load it.
     """
     cls = model_class(read_config(directory))
     with quiet(), explained(f"transformers cannot load {directory}"):
@@ -186,7 +186,7 @@ def _tokenizer(directory: Path) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError, KeyError):
         tokenizer = None
-    # transformers makes one without words of a folder without a vocabulary.
+    # From a folder without a vocabulary transformers makes a tokenizer without words.
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
         raise MoQError(
             f"{directory} has no tokenizer, which the comparison on sentences needs: save it there with "
@@ -197,13 +197,13 @@ def _tokenizer(directory: Path) -> Any:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the answers of one exported model compare with those of the checkpoint in PyTorch.
+    """The comparison of an exported model's answers with those of the checkpoint in PyTorch.
 
     Attributes:
         largest_difference: Of the outputs, over all pictures, or sentences and their
             tokens that are not padding.
-        agreement: Share of equal predictions; None where the model predicts no class.
-        metrics: GLUE metrics, where the data has labels.
+        agreement: Share of equal predictions; None if the model predicts no class.
+        metrics: GLUE metrics, if the data has labels.
     """
 
     largest_difference: float
@@ -221,18 +221,18 @@ class Comparison:
 
 
 class Reference:
-    """The checkpoint's own answers in PyTorch, which those of exported models are compared with.
+    """The checkpoint's own answers in PyTorch, to compare those of exported models with.
 
     Args:
         checkpoint: The checkpoint.
         data: What it answers; a model of pictures answers random ones instead.
-        max_length: Tokens of an example, at most.
+        max_length: The most tokens of an example.
 
     Attributes:
         batches: The inputs.
-        compared: What they are: "sentences" or "pictures".
-        size: How many of them.
-        metrics: GLUE metrics, where the data has labels.
+        compared: The kind of inputs: "sentences" or "pictures".
+        size: The number of inputs.
+        metrics: GLUE metrics, if the data has labels.
 
     Raises:
         MoQError: The data does not fit the model.
@@ -299,7 +299,7 @@ class Reference:
         return metrics_of(answers, self._data.labels, self._data.task)
 
     def _rows(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Join the outputs to answers `[rows, classes]`, without those for padding."""
+        """Join the outputs into answers `[rows, classes]`, without those for padding."""
         rows = []
         for output, batch in zip(outputs, self.batches, strict=True):
             if output.dim() == 3 and "attention_mask" in batch:
@@ -312,9 +312,9 @@ def random_pictures(model: Any, processor: Path | None) -> dict[str, Tensor]:
     """Make a batch of random pictures, float32 `[8, channels, height, width]`, normally distributed.
 
     Args:
-        model: Whose config may say how large a picture is.
-        processor: The file that says how pictures are prepared, which may say it too;
-            else they are of 224 pixels.
+        model: The model, whose config may say how large a picture is.
+        processor: The file that says how pictures are prepared, which may say so too;
+            otherwise they have 224 by 224 pixels.
     """
     settings = {} if processor is None else read_json(processor)
     size = getattr(model.config, "image_size", None) or settings.get("crop_size")
@@ -335,7 +335,7 @@ def most_tokens(checkpoint: Checkpoint) -> int:
     positions = getattr(checkpoint.model.config, "max_position_embeddings", -1)
     for name, module in checkpoint.model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-            # RoBERTa counts positions from behind that of padding.
+            # RoBERTa counts positions from the one after padding.
             padding = -1 if module.padding_idx is None else module.padding_idx
             positions = module.num_embeddings - padding - 1
     limits: list[int] = [checkpoint.tokenizer.model_max_length, positions]
@@ -354,7 +354,7 @@ def _tokenized(
     model = checkpoint.model
     tokenizer = checkpoint.tokenizer
     if tokenizer.pad_token is None:
-        # As most decoders' have none. What stands there does not count.
+        # Most decoders' tokenizers have none; any token will do, since it is masked.
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     texts = data.texts

@@ -78,7 +78,7 @@ def example_of(
     """The example that a decoder is traced with: half of these tokens `[batch, sequence]`, the first half in the cache.
 
     Returns:
-        The inputs, their names in the graph, and which of their sizes may change.
+        The inputs, their names in the graph, and the dimensions that may change.
     """
     batch = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     tensors = inputs_after(model, batch, input_ids.shape[1] // 2)
@@ -141,7 +141,7 @@ def arrays(inputs: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def last_with_cache(model: Any, session: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """The answers at the last token `[batch, vocabulary]`, where all before it comes from the cache of the graph."""
+    """The answers at the last token `[batch, vocabulary]`, with all earlier tokens in the cache of the graph."""
     earlier = {name: tensor[:, :-1] for name, tensor in batch.items()}
     _, *present = session.run(None, arrays(inputs_after(model, earlier, 0)))
     last = arrays(inputs_after(model, batch, batch["input_ids"].shape[1] - 1))

@@ -1,4 +1,4 @@
-"""The names of exported files, moq_hf's own or those that other libraries look for, and what these read beside them."""
+"""The names of exported files, moq_hf's own or those that other libraries look for, and the files beside them."""
 
 import re
 import shutil
@@ -19,10 +19,10 @@ class NamedFile(NamedTuple):
     """A file of an export.
 
     Attributes:
-        flavor: What it computes.
-        path: Below the folder; `{bits}` are those of its widest layer.
-        readers: Who looks for that name.
-        target: The CPUs it is made for; None: those that were asked for.
+        flavor: Its flavor, which says how it computes.
+        path: Its path below the folder, in which `{bits}` are those of the widest layer.
+        readers: The libraries that look for this name.
+        target: The CPUs that it is made for; None: those that were asked for.
     """
 
     flavor: Flavor
@@ -83,21 +83,23 @@ def check_possible(file: NamedFile, name: str, has_cache: bool) -> None:
         MoQError: Why not.
     """
     if file.target == "vnni" and target_here() != "vnni":
-        raise MoQError("it is proven where it is made, and this CPU has no VNNI")
+        raise MoQError(
+            "it is proven on the CPU that makes it, and this one has no VNNI"
+        )
     if name.endswith("_q8.onnx"):
-        raise MoQError("nobody looks for 8 bits in blocks")
+        raise MoQError("no library looks for 8 bits in blocks")
     if name.endswith(".xml"):
         require("openvino", "openvino")
         if has_cache:
-            raise MoQError("those who load it want a cache inside the model")
+            raise MoQError("the libraries that load it want a cache inside the model")
 
 
 def write_beside(source: Path, folder: Path, files: str) -> None:
-    """Copy what Sentence Transformers keeps beside a model, and write the card.
+    """Copy the files that Sentence Transformers keeps beside a model, and write the card.
 
     Args:
         source: The packed checkpoint. Its card, if there is one, gets a section on the
-            files, in the place of how to load it.
+            files in place of the one on loading.
         folder: The export.
         files: The section's text.
     """
@@ -108,8 +110,8 @@ def write_beside(source: Path, folder: Path, files: str) -> None:
             shutil.copy(path, target)
     modules = folder / "modules.json"
     if modules.exists():
-        # Names that Sentence Transformers 5 has too, whose ONNX backend needs
-        # transformers 4.
+        # Sentence Transformers 5, whose ONNX backend needs transformers 4, knows only
+        # these names.
         text = modules.read_text(encoding="utf-8")
         text = re.sub(r"(sentence_transformers\.)[\w.]+\.(\w+)", r"\1models.\2", text)
         modules.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`export_floats`: a packed checkpoint as floats on their grid, for programs that read ordinary folders alone."""
+"""`export_floats`: writes a packed checkpoint as floats on their grid, for programs that read only ordinary folders."""
 
 import os
 from pathlib import Path
@@ -14,10 +14,10 @@ from .compare import load_floats
 def export_floats(
     directory: str | os.PathLike[str], out: str | os.PathLike[str]
 ) -> Path:
-    """Write the weights of a packed checkpoint as floats, which keep the values that their grids gave them.
+    """Write the weights of a packed checkpoint as floats with exactly the values on their grids.
 
-    Any program that reads folders of transformers reads it, such as llama.cpp's
-    converter. The tokenizer is copied.
+    Any program that reads folders of transformers, such as llama.cpp's converter, reads
+    the result. The tokenizer is copied.
 
     Args:
         directory: What `save_quantized` wrote.
@@ -38,7 +38,7 @@ def export_floats(
 
 
 def write_floats(folder: Path, target: Path) -> Path:
-    """Do so with a checkpoint that was verified, and return the folder.
+    """As `export_floats`, for a checkpoint that was already verified.
 
     Raises:
         MoQError: As `export_floats`.
@@ -50,13 +50,13 @@ def write_floats(folder: Path, target: Path) -> Path:
     with quiet():
         model = load_floats(folder, dtype="auto")
         with staged(target) as staging:
-            # In its own way transformers would give unpacked experts the names of packed
-            # ones.
+            # By itself transformers would give unpacked experts the names of packed ones.
             tensors = original_format(model, model.state_dict())
             model.save_pretrained(
                 staging, state_dict=tensors, save_original_format=False
             )
-            # Classes as T5's say in memory that all is tied, whatever the folder says.
+            # Some classes, such as T5's, claim in memory that all is tied, whatever the
+            # folder says.
             parameters = dict(model.named_parameters(remove_duplicate=False))
             if ties_in_files(model, parameters)[1]:
                 untie(staging / CONFIG)

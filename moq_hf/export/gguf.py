@@ -1,12 +1,11 @@
-"""`export_gguf`: a packed checkpoint's integers as a GGUF file, which llama.cpp runs.
+"""`export_gguf`: writes a packed checkpoint's integers into a GGUF file, which llama.cpp runs.
 
 Everything but the quantized weights comes from a base: the GGUF file that llama.cpp's
-converter made of the same weights as floats. So vocabulary, hyperparameters and norms
-are what that converter made of them. The base also shows in which order a tensor has
-its rows: llama.cpp wants the rows of q and k of some architectures in another order
-than transformers.
+converter made from the same weights as floats. So vocabulary, hyperparameters and norms
+are as that converter writes them. The base also shows the order of a tensor's rows: for
+some architectures llama.cpp wants the rows of q and k in another order than transformers.
 
-A quantized weight lies in blocks: 32 weights of a row that share a scale in float16.
+A quantized weight is stored in blocks: 32 weights of a row that share a scale in float16.
 
 | type | bits of the grid | codes | value | bytes of a block |
 | --- | --- | --- | --- | --- |
@@ -16,10 +15,10 @@ A quantized weight lies in blocks: 32 weights of a row that share a scale in flo
 | MXFP4 | `mxfp4` | those of E2M1 | 2^e * code | 17 |
 | NVFP4 | `nvfp4` | those of E2M1, 16 with a scale in E4M3 | d * code | 36, of 64 weights |
 
-The scale of a whole tensor in NVFP4 is a tensor of its own, whose name ends with `.scale`.
+The scale of a whole tensor in NVFP4 is a separate tensor, whose name ends with `.scale`.
 
-A scale that more than 32 weights share is repeated. ggml's own quantizer never gives a
-code of -128, but its kernels compute with it: they multiply the code's magnitude as an
+A scale that more than 32 weights share is repeated. ggml's own quantizer never produces
+the code -128, but its kernels handle it: they multiply the code's magnitude as an
 unsigned byte, or the code itself (ggml of llama.cpp 0.3.36).
 """
 
@@ -58,7 +57,7 @@ _COPIED = (*_FLOATS, "I8", "I16", "I32", "I64")
 # llama.cpp does not take these tables in blocks.
 _NEVER_IN_BLOCKS = ("position_embd.weight", "token_types.weight")
 _BY_WORD = ("token_embd.weight", "output.weight")
-# One tensor holds the experts of a block.
+# One tensor holds all experts of a block.
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # Keys of a file that are not copied: gguf writes them itself, or they follow from the
 # types of the tensors.
@@ -68,9 +67,9 @@ _NOT_COPIED = (
     "general.file_type",
     "general.quantization_version",
 )
-# A float of the base may have been rounded to bfloat16, by up to 2^-8 of its value.
+# The base may have floats rounded to bfloat16, by up to 2^-8 of their values.
 _RELATIVE = 2.0**-7
-# It may also have been rounded to float16, whose smallest number this is.
+# It may have floats rounded to float16, whose smallest number this is.
 _ABSOLUTE = 2.0**-24
 # The name of llama.cpp's converter.
 _CONVERTER = "convert_hf_to_gguf.py"
@@ -78,7 +77,7 @@ _CONVERTER = "convert_hf_to_gguf.py"
 _SIZE = 32
 # Twice the numbers of E2M1, in the order of their codes.
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int16)
-# The dtypes of its scales.
+# The dtypes of scales.
 _FP4_SCALES = {"MXFP4": torch.float8_e8m0fnu, "NVFP4": torch.float8_e4m3fn}
 
 
@@ -90,11 +89,11 @@ class GgufExport:
         path: The file.
         bytes: Size of the file.
         base_bytes: Size of the base.
-        types: How many tensors have each type.
-        layers: The type of each quantized layer; that of the base where llama.cpp
-            takes no blocks.
-        weight_error: The largest error of a weight by the rounding of scales to
-            float16, in quantization steps.
+        types: The number of tensors of each type.
+        layers: The type of each quantized layer; the base's type if llama.cpp takes no
+            blocks there.
+        weight_error: The largest error of a weight from rounding scales to float16, in
+            quantization steps.
     """
 
     path: Path
@@ -139,24 +138,24 @@ def export_gguf(
     Args:
         directory: What `save_quantized` wrote.
         out: The file to make.
-        base: The file that llama.cpp's converter made of the same checkpoint as floats,
-            in float32, float16 or bfloat16.
-        converter: Instead of `base`, llama.cpp's `convert_hf_to_gguf.py` or the folder
-            that holds it: the base is made with it, and deleted afterwards.
+        base: The file that llama.cpp's converter made from the same checkpoint as
+            floats, in float32, float16 or bfloat16.
+        converter: Instead of `base`, llama.cpp's `convert_hf_to_gguf.py` or its folder,
+            to make a base that is deleted afterwards.
 
     Returns:
-        Sizes, types, and what the scales lost in float16.
+        Sizes, types, and the error from scales in float16.
 
     Raises:
         MoQError: The checkpoint is damaged, a grid does not fit any block, the base is
-            of another model or quantized, a scale does not fit float16, `out` exists,
+            another model's or quantized, a scale does not fit float16, `out` exists,
             the converter fails, or a library of the extra gguf is not installed.
     """
     require("gguf", "gguf")
     if (base is None) == (converter is None):
         raise MoQError(
             "GGUF needs llama.cpp's converter (moq-hf export DIR --to gguf OUT --converter "
-            "llama.cpp/convert_hf_to_gguf.py), or base, what that made of the checkpoint as floats, and not both"
+            "llama.cpp/convert_hf_to_gguf.py), or base, the file that it made from the checkpoint as floats, not both"
         )
     new_path(out)
     folder = Path(directory)
@@ -173,8 +172,8 @@ def _script_in(converter: Path) -> Path:
     """Find llama.cpp's converter, given as the file or its folder.
 
     Raises:
-        MoQError: It is not there, or what most models' converters read tokenizers with
-            is not installed, without which they end in a traceback.
+        MoQError: It is not there, or sentencepiece is not installed, without which most
+            models' converters end in a traceback.
     """
     script = converter / _CONVERTER if converter.is_dir() else converter
     if not script.is_file():
@@ -186,10 +185,10 @@ def _script_in(converter: Path) -> Path:
 
 
 def _convert(directory: Path, place: Path, script: Path) -> Path:
-    """Make the base in `place`, with llama.cpp's converter in a process of its own.
+    """Make the base in `place`, with llama.cpp's converter in a separate process.
 
     Raises:
-        MoQError: It fails; has the end of what it said.
+        MoQError: It fails; the text has the end of its output.
     """
     floats = write_floats(directory, place / "floats")
     base = place / "base.gguf"
@@ -205,7 +204,7 @@ def _convert(directory: Path, place: Path, script: Path) -> Path:
 def _codes_in(
     directory: Path,
 ) -> tuple[dict[str, WeightSpec], dict[str, Quantized]]:
-    """Verify a packed checkpoint, and return the layers and their codes by their names in the files.
+    """Verify a packed checkpoint, and return its layers and their codes by their names in the files.
 
     Raises:
         MoQError: It is damaged, or a layer has no codes.
@@ -229,7 +228,7 @@ def _codes_in(
     lost = sorted(layers.keys() - weights.keys())
     if lost:
         raise MoQError(
-            f"{directory}: floats of half precision have no codes any more: {listed(lost)}; leave them out"
+            f"{directory}: floats in half precision have lost their codes: {listed(lost)}; leave them out"
         )
     return layers, weights
 
@@ -243,7 +242,7 @@ def _export(
 ) -> GgufExport:
     read = _Base(source)
     places = read.places_of(list(layers))
-    # The tensors of the file, with the blocks of a layer or of all experts in turn.
+    # Each tensor of the file with its blocks: those of a layer, or of all experts in turn.
     parts: dict[str, list[Blocks]] = {}
     for name, layer in layers.items():
         blocks = read.fitted(places[name], weights[name], layer, name)
@@ -275,8 +274,8 @@ class Blocks(NamedTuple):
     Attributes:
         kind: "Q4_0", "Q4_1", "Q8_0", "MXFP4" or "NVFP4".
         raw: The bytes of the blocks, `[rows, bytes]`.
-        error: The largest error of a weight by the rounding to float16, in quantization
-            steps.
+        error: The largest error of a weight from rounding scales to float16, in
+            quantization steps.
     """
 
     kind: str
@@ -285,11 +284,11 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(stored: Quantized, layer: WeightSpec, where: str) -> Blocks:
-    """A layer's integers in blocks.
+    """Put a layer's integers in blocks.
 
     Args:
-        stored: As `stored_weights` gives them.
-        layer: Its state.
+        stored: The integers, as from `stored_weights`.
+        layer: The layer they belong to.
         where: Names the layer in an error.
 
     Raises:
@@ -321,7 +320,7 @@ def blocks_of(stored: Quantized, layer: WeightSpec, where: str) -> Blocks:
     whole = np.float32(1.0)
     if fp4:
         kind = layer.format.upper()
-        # gguf does not multiply with the scale of the whole tensor.
+        # gguf does not multiply by the scale of the whole tensor.
         whole = np.float32(2 / fp4.unit)
         codes = np.searchsorted(_E2M1, np.abs(codes)) + 8 * (codes < 0)
         scales = torch.from_numpy(scale * fp4.unit).to(_FP4_SCALES[kind])
@@ -331,8 +330,7 @@ def blocks_of(stored: Quantized, layer: WeightSpec, where: str) -> Blocks:
         with np.errstate(over="ignore"):
             halves = [scale.astype(np.float16)]
             if stored.zero_point is not None:
-                # `stored_weights` gives codes and zero points that are less by half of
-                # the range.
+                # `stored_weights` subtracts half of the range from codes and zero points.
                 shift = 2 ** (layer.bits - 1)
                 codes = codes + np.int16(shift)
                 lowest = -(per_block(stored.zero_point) + shift) * scale
@@ -354,31 +352,31 @@ def blocks_of(stored: Quantized, layer: WeightSpec, where: str) -> Blocks:
 def _bytes_of(
     kind: str, codes: NDArray[Any], parts: list[NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
-    """Pack codes `[rows, blocks, size]` behind the other parts of each block, to `[rows, bytes]`."""
+    """Pack codes `[rows, blocks, size]` after the other parts of each block, into `[rows, bytes]`."""
     if kind == "Q8_0":
         packed = codes.astype(np.int8).view(np.uint8)
     else:
         if kind == "Q4_0":
             codes = codes + 8
-        # The first half of the block lies in the lower nibbles.
+        # The lower nibbles hold the first half of the block.
         low, high = np.split(codes.astype(np.uint8), 2, axis=-1)
         packed = low | high << np.uint8(4)
     parts = [*parts, packed]
     rows = len(codes)
     if kind == "NVFP4":
-        # The scales of four groups stand before their codes.
+        # The scales of four groups come before their codes.
         parts = [part.reshape(rows, -1, 4 * part.shape[-1]) for part in parts]
     return np.concatenate(parts, -1).reshape(rows, -1)
 
 
 class _Base:
-    """A GGUF file of llama.cpp's converter.
+    """A GGUF file from llama.cpp's converter.
 
     Args:
         path: The file.
 
     Attributes:
-        tensors: As gguf's reader gives them, by name.
+        tensors: The tensors of gguf's reader, by name.
 
     Raises:
         MoQError: It cannot be read, is one of several parts, or holds quantized
@@ -390,7 +388,7 @@ class _Base:
 
         self._path = path
         with explained(f"the base {path} cannot be read as a GGUF file of a model"):
-            # Copied on write, since PyTorch warns of arrays that cannot be written.
+            # Copy on write, since PyTorch warns of arrays that cannot be written.
             reader = gguf.GGUFReader(path, "c")
             self.tensors: dict[str, Any] = {
                 tensor.name: tensor for tensor in reader.tensors
@@ -408,8 +406,8 @@ class _Base:
         quantized = sorted({self.kind(name) for name in self.tensors} - set(_COPIED))
         if quantized:
             raise MoQError(
-                f"the base {path} holds {', '.join(quantized)}: it must be in floats, as convert_hf_to_gguf.py makes "
-                "it with --outtype f16"
+                f"the base {path} holds {', '.join(quantized)}: it must be in floats, as convert_hf_to_gguf.py writes "
+                "with --outtype f16"
             )
 
     def kind(self, name: str) -> str:
@@ -417,7 +415,7 @@ class _Base:
         return str(self.tensors[name].tensor_type.name)
 
     def place_of(self, layer: str) -> str:
-        """The name of the tensor that holds a layer, by gguf's own map; empty if there is none."""
+        """The name of the tensor that holds a layer, from gguf's own map; empty if there is none."""
         # The converter leaves out prefixes that the map does not know.
         layer = _EXPERT.sub(".experts.", layer)
         for name in (
@@ -428,7 +426,7 @@ class _Base:
             tensor = self._names.get_name(name)
             if tensor is not None:
                 place = f"{tensor}.weight"
-                # A tied head is stored as the table of words.
+                # A tied head is stored as the table of tokens.
                 is_tied = place == _BY_WORD[1] and place not in self.tensors
                 return _BY_WORD[0] if is_tied else place
         return ""
@@ -443,7 +441,7 @@ class _Base:
         lost = [name for name, place in places.items() if place not in self.tensors]
         if lost:
             raise MoQError(
-                f"the base {self._path} has no tensor for {listed(lost)}: it is of another model, or llama.cpp's "
+                f"the base {self._path} has no tensor for {listed(lost)}: it is another model's, or llama.cpp's "
                 "converter leaves these layers out; then keep them in full precision (modules_to_not_convert)"
             )
         return places
@@ -465,7 +463,7 @@ class _Base:
             data = data[int(expert[1])]
         floats = floats_of(data, tensor.tensor_type)
         exact = dequantize(*stored).numpy()
-        # The converter cuts off the rows of a table that belong to no word.
+        # The converter drops the rows of a table that belong to no token.
         rows = len(floats) if place in _BY_WORD else len(exact)
         orders = self._orders(rows) if floats.shape == exact[:rows].shape else ()
         for order in orders:
@@ -475,12 +473,12 @@ class _Base:
                 ]
                 return blocks_of(Quantized(*ordered), layer, name)
         raise MoQError(
-            f"the base {self._path} is of another model, or of other weights: {place} is not {name} in any order of "
-            "rows that llama.cpp knows; make the base of this checkpoint (moq-hf export DIR --to float)"
+            f"the base {self._path} is another model's, or has other weights: {place} is not {name} in any order of "
+            "rows that llama.cpp knows; make the base from this checkpoint (moq-hf export DIR --to float)"
         )
 
     def _orders(self, rows: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the rows as they are, then paired as llama.cpp's converter pairs the two halves of each head."""
+        """Yield the rows in order, then as llama.cpp's converter interleaves the two halves of each head."""
         order = np.arange(rows)
         yield order
         heads: set[int] = set()
@@ -492,9 +490,9 @@ class _Base:
                 yield order.reshape(number, 2, -1).swapaxes(1, 2).ravel()
 
     def replace(self, parts: Mapping[str, Sequence[Blocks]]) -> None:
-        """Put blocks in the place of floats: a tensor of experts gets those of each, all of one type.
+        """Replace floats with blocks; a tensor of experts gets the blocks of each, all of one type.
 
-        In NVFP4 the scales of whole tensors go beside them, one for each expert.
+        In NVFP4 the scales of whole tensors are added, one for each expert.
 
         Raises:
             MoQError: Some experts are not quantized, or have another type.
@@ -529,7 +527,7 @@ class _Base:
         self._file_type = LlamaFileType[f"MOSTLY_{most}"]
 
     def write(self, path: Path) -> None:
-        """Write the file with what `replace` put in."""
+        """Write the file with the blocks from `replace`."""
         import gguf
 
         writer = gguf.GGUFWriter(path, self._architecture)
@@ -537,7 +535,7 @@ class _Base:
             if name == "general.alignment":
                 writer.add_custom_alignment(field.contents())
             else:
-                # A list has the type of its items after its own.
+                # For a list, the type of its items follows its own.
                 kind, *items = field.types
                 item = items[-1] if items else None
                 writer.add_key_value(name, field.contents(), kind, item)
@@ -554,7 +552,7 @@ class _Base:
         """Read a written file back and compare all of it.
 
         Raises:
-            MoQError: It holds something else than it should; names the tensor.
+            MoQError: It does not hold what was written; names the tensor.
         """
         from gguf import GGUFReader
 

@@ -1,14 +1,14 @@
-"""How quantized weights lie in the files.
+"""How files hold quantized weights.
 
-A `Form` is how one weight lies there: a module writes it, reads it again and says what
-fits. A `LayoutSpec` is how the weights of a folder lie together: which forms may stand in
-it, what `config.json` says, which versions load it. `table` has all of both, the best
-ones first; a layer takes the first form that fits it.
+A `Form` stores a single weight: its module writes it, reads it back and says which
+weights fit. A `LayoutSpec` describes a whole folder: which forms it may contain, what
+`config.json` says, and which versions load it. `table` lists all forms and layouts, the
+best ones first; a layer takes the first form that fits it.
 
 A packed checkpoint is an ordinary transformers folder in the format of
-compressed-tensors, written with that library, so that a process which never heard of
-moq_hf computes the same, bit for bit.
+compressed-tensors, written with that library, so that a process without moq_hf computes
+the same, bit for bit.
 
-A new form is a module here, and a word in a layout of the table. A new layout is a module
-here, with a form of its own if it needs one, and a line in the table.
+A new form needs a module here, and a word in a layout of the table. A new layout needs a
+module here, with its own form if necessary, and a line in the table.
 """

@@ -1,4 +1,4 @@
-"""What the forms of compressed-tensors share: its own compressor writes them and reads them."""
+"""Writes and reads the forms of compressed-tensors, with that library's own compressors."""
 
 import math
 from typing import Any
@@ -18,21 +18,21 @@ PACKED = "pack-quantized"
 
 
 def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
-    """The tensors of a weight in a format of compressed-tensors, and the config group that describes them.
+    """Encode a weight in a format of compressed-tensors: its tensors, and the config group that describes them.
 
     The library's grid is (code - zero) * scale with codes from -2^(bits-1), so zero
-    points are shifted by that.
+    points are shifted accordingly.
 
     | grid | strategy | zero point |
     | --- | --- | --- |
-    | symmetric, per channel or row blocks | channel, the scale of a block repeated for each of its rows | none |
+    | symmetric, per channel or row blocks | channel, with the scale of a block repeated for its rows | none |
     | symmetric, a scale per group in a row | group | none |
     | asymmetric | block of a row's weights, the scale of a block of rows repeated | int8, one per scale |
     | asymmetric, unpacked while loading | channel or group | packed |
     | MXFP4, packed | group, its exponent in a byte | none |
     | NVFP4, packed | tensor_group, scales in E4M3, to be divided by that of the whole tensor | none |
 
-    Channel and group are what servers take.
+    Servers take channel and group.
     """
     rows, columns = values.codes.shape
     groups = values.scale.shape[1]
@@ -42,7 +42,7 @@ def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
     if spec.shared is not None:
         symmetric = spec.shared.symmetric
     args: dict[str, Any] = {
-        # The codes of floats are whole numbers, which fit a byte.
+        # The codes of floats are integers, which fit a byte.
         "num_bits": 8 if spec.format != "int" and fp4 is None else spec.width,
         "type": "int",
         "symmetric": symmetric,
@@ -55,10 +55,10 @@ def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
         args |= {"strategy": "group", "group_size": size}
         # The shared scheme may have more groups than the layer has scales.
         groups = columns // size
-    # Servers have no scales for blocks of rows, nor has compressed-tensors 0.18 where
-    # there are zero points.
+    # Neither servers nor, with zero points, compressed-tensors 0.18 know scales for
+    # blocks of rows.
     scale = per_weight(values.scale, (rows, groups))
-    # The library's compressors take floats and divide them by the scales.
+    # The library's compressors take floats, and divide them by the scales.
     parts = {
         "weight": dequantize(*values),
         "weight_scale": scale.to(spec.scale_dtype),
@@ -110,10 +110,10 @@ def _compress_matrices(
 
 
 def read(stored: StoredWeight) -> Quantized:
-    """Codes, scale and zero point, as `quantizer.quantize` gives them.
+    """Decode codes, scale and zero point, as from `quantizer.quantize`.
 
     Raises:
-        MoQError: The tensors are of another shape.
+        MoQError: The tensors have another shape.
     """
     assert stored.scheme is not None
     parts = stored.parts
@@ -122,13 +122,13 @@ def read(stored: StoredWeight) -> Quantized:
     is_float = stored.scheme["weights"]["type"] == "float"
     fp4 = FP4[stored.layer.format] if is_float else None
     if "weight_packed" in parts:
-        # Words are of 32 bits, or bytes where codes are floats.
+        # Words have 32 bits; codes that are floats are packed in bytes.
         packed = parts["weight_packed"]
         words = [shape[0], math.ceil(shape[1] * width / (8 * packed.itemsize))]
         declared = [*shape] if fp4 else parts["weight_shape"].tolist()
         if [*packed.shape] != words or declared != [*shape]:
             raise MoQError(
-                f"{stored.where}: the packed codes are not those of a weight {[*shape]} at {width} bits"
+                f"{stored.where}: the packed codes do not belong to a weight {[*shape]} at {width} bits"
             )
     if fp4 is None:
         parts = {**parts, "weight_scale": parts["weight_scale"].float()}

@@ -1,4 +1,4 @@
-"""Floats on the grid: ordinary weights; `moq_state.json` holds the scales and zero points, which the checks need."""
+"""Floats on the grid: ordinary weights, with the scales and zero points for the checks in `moq_state.json`."""
 
 import base64
 
@@ -13,7 +13,7 @@ from .stored import EncodedWeight, Form, StoredWeight
 
 
 def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
-    """The weight in its own dtype, with its grid as text."""
+    """Encode the weight in its own dtype, with its grid as text."""
     weight = from_rows(
         dequantize(*values, dtype=spec.dtype), spec.kind, spec.full_shape
     ).contiguous()
@@ -23,7 +23,7 @@ def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
 
 
 def read(stored: StoredWeight) -> Quantized:
-    """The codes that are nearest to the floats.
+    """Find the codes nearest to the floats.
 
     Raises:
         MoQError: A float is not on the grid.
@@ -45,7 +45,7 @@ def read(stored: StoredWeight) -> Quantized:
         codes = torch.where(weight < 0, -1.0, 1.0)
     values = Quantized(codes.int(), scale, zero)
     off = dequantize(*values, dtype=weight.dtype) != weight
-    # Half precision may round a float to the other side of its neighbor.
+    # Half precision may round a float past the middle between two codes.
     for step in (-1, 1) if weight.dtype != torch.float32 and off.any() else ():
         others = values._replace(codes=(values.codes + step).clamp(low, high))
         off &= dequantize(*others, dtype=weight.dtype) != weight
@@ -64,5 +64,5 @@ def _from_text(text: str, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype)
 
 
-# Every weight can be stored so.
+# It fits every weight.
 FORM = Form(DENSE, lambda spec: True, write, read)

@@ -1,8 +1,8 @@
 """Codes of 2, 4 or 8 bits and a scale for each row: transformers' own `quant_method: "gemma"`, for any `nn.Linear`.
 
 Names and arithmetic are those of `transformers.integrations.gemma_quant`. Weights stay packed in memory and are
-unpacked at each call, also where a model is called in parts. Codes of other bits take the next width. The bytes are
-those of compressed-tensors' words, but for 8 bits, which are signed.
+unpacked at each call, even if a model is called in parts. Codes of other bits take the next width. The bytes are
+those of compressed-tensors' words, except that codes of 8 bits are signed.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +22,7 @@ from .layout import LayoutSpec
 from .stored import EncodedWeight, Form, StoredWeight, per_row
 
 _NAME = "gemma"
-# For the error.
+# What the layout is for, as the error says it.
 _LEGAL = (
     'is for nn.Linear and tables of 1 to 8 bits, symmetric, with no more than one scale for a row ("groups", '
     'not "group_size"), and scale_dtype must be the dtype of weights that are not float32; '
@@ -31,7 +31,7 @@ _LEGAL = (
 
 
 def fits(spec: WeightSpec) -> bool:
-    """Whether the layer that transformers would make of a module computes what the module did."""
+    """True if the layer with which transformers would replace a module computes the same."""
     return (
         spec.kind in ("linear", "embedding")
         and not spec.left_alone
@@ -43,13 +43,14 @@ def fits(spec: WeightSpec) -> bool:
 
 
 def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
-    """Codes, the lowest bits of a byte first, float32 scales, and for a linear layer the scales of its in- and outputs.
+    """Encode codes, the lowest bits of a byte first, float32 scales, and scales of a linear layer's inputs and outputs.
 
-    These are 0 where nothing is rounded.
+    The last are 0 if nothing is rounded.
     """
     width = next(width for width in (2, 4, 8) if spec.width <= width)
     own = replace(spec, pack_bits=width, inputs=None)
-    # With scales of 1 the library packs the codes; the scale of a binary row may be 0.
+    # Scales of 1 make the library pack the codes as they are, even those of a binary row
+    # with the scale 0.
     ones = values._replace(scale=torch.ones_like(values.scale))
     words, scheme, _ = compressed.write(ones, own, compressed.PACKED)
     count = -(-spec.shape[1] * width // 8)
@@ -72,10 +73,10 @@ def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
 
 
 def read(stored: StoredWeight) -> Quantized:
-    """The codes and the scale of each row.
+    """Decode the codes and the scale of each row.
 
     Raises:
-        MoQError: The tensors are of another shape.
+        MoQError: The tensors have another shape.
     """
     weight = stored.parts["weight"]
     codes = weight.view(torch.uint8)
@@ -95,7 +96,7 @@ class _Gemma(LayoutSpec):
     def leaves_alone(
         self, model: nn.Module, spec: WeightSpec, layer: nn.Module
     ) -> bool:
-        """True for what transformers keeps in float32, shared weights, and all but linear layers and tables."""
+        """True for modules that transformers keeps in float32, shared weights, and all but linear layers and tables."""
         return (
             spec.kind not in ("linear", "conv1d", "embedding")
             or bool(spec.tied)
@@ -103,13 +104,13 @@ class _Gemma(LayoutSpec):
         )
 
     def takes_inputs(self, spec: WeightSpec) -> bool:
-        """True if the inputs of a layer are rounded as `apply_srq` rounds them."""
+        """True if the inputs of a layer are rounded as `apply_srq` of transformers does."""
         inputs = spec.inputs
         is_known = inputs is not None and (inputs.bits, inputs.scale) == (8, "static")
         return is_known and fits(spec)
 
     def misfit(self, placed: Collection[WeightSpec]) -> str | None:
-        """Which layers would get other weights."""
+        """Name the layers that would get other weights; None if there are none."""
         unfit = [
             spec.name for spec in placed if spec.stored == DENSE and not spec.left_alone
         ]
@@ -122,7 +123,7 @@ class _Gemma(LayoutSpec):
         ignore: Sequence[str],
         has_tables: bool,
     ) -> dict[str, Any]:
-        """The width that most patterns are of, and the others by their patterns."""
+        """The width of most patterns, and the other widths by their patterns."""
         widths = {
             groups[name]["weights"]["num_bits"]: patterns
             for name, patterns in targets.items()
@@ -142,7 +143,7 @@ class _Gemma(LayoutSpec):
 
 
 def _searched(pattern: str) -> str:
-    """Make a pattern for `re.search` of one for `re.match`, or of a name."""
+    """Turn a pattern for `re.match`, or a name, into one for `re.search`."""
     return f"^{pattern.removeprefix('re:').removesuffix('$')}$"
 
 
@@ -164,6 +165,6 @@ LAYOUT = _Gemma(
     method=_NAME,
     has_inputs=True,
     is_for_transformers_alone=True,
-    stays="the layout gemma has no codes for convolutions, experts, tied tables and what transformers keeps in "
+    stays="the layout gemma has no codes for convolutions, experts, tied tables and modules that transformers keeps in "
     "float32",
 )

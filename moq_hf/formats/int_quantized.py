@@ -2,7 +2,7 @@
 
 transformers initializes tables, and ties weights, by the name `weight`, which the codes
 keep. Modules that are tied to the table have the same codes, which are stored once, and
-scales of their own.
+their own scales.
 """
 
 from torch import Tensor, nn
@@ -23,14 +23,14 @@ def fits(spec: WeightSpec) -> bool:
 
 
 def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
-    """Codes in int8, scales and zero points."""
+    """Encode codes in int8, scales and zero points."""
     return compressed.write(values, spec, "int-quantized")
 
 
 def unsaved_buffers(name: str, table: nn.Module) -> dict[str, Tensor]:
     """The buffers of an embedding table that `save_pretrained` leaves out, such as the scale of Gemma's, by name.
 
-    compressed-tensors makes parameters of them, which transformers then misses in the files.
+    compressed-tensors turns them into parameters, which transformers then misses in the files.
     """
     saved = table.state_dict()
     return {

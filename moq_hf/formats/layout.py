@@ -1,4 +1,4 @@
-"""`LayoutSpec`: how the weights of one folder lie together, and what loads them."""
+"""`LayoutSpec`: how a folder holds its weights, and what loads them."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -16,25 +16,25 @@ from .stored import Form
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """How the weights of a folder lie. The methods are those of compressed-tensors; another layout overrides them.
+    """How a folder holds its weights. The methods are those of compressed-tensors; other layouts override them.
 
     Attributes:
-        name: What a user and `moq_state.json` call it.
-        forms: Those that may stand in it, of which a layer takes the first that fits;
+        name: The layout's name for users and in `moq_state.json`.
+        forms: The forms that it may contain, of which a layer takes the first that fits;
             the last one fits every layer.
         needs: The least versions that load every folder as it was evaluated. They were
-            tried, with the versions before them (`benchmarks/versions.py`); "gemma" and
-            "mxfp4" with 5.23.0 alone. Older ones load some models all the same, and end
-            with an error on others.
-        method: What `quantization_config` calls its `quant_method`.
+            tried, and so were the versions before them (`benchmarks/versions.py`);
+            "gemma" and "mxfp4" only with 5.23.0. Older ones load some models all the
+            same, and end with an error on others.
+        method: The `quant_method` in `quantization_config`.
         unpacks: Whether all codes are unpacked while loading, which knows one scheme
-            for all layers, with as many bits as the largest layer has.
-        has_inputs: Whether the files can say how inputs are rounded, and keep scales of
+            for all layers, with as many bits as the widest layer has.
+        has_inputs: Whether the files can say how inputs are rounded, and keep scales in
             half precision.
         is_for_transformers_alone: Whether servers do not know the method, and older
             versions of transformers load other weights without an error.
         stays: Why it has no codes for a layer that could be packed.
-        delivered: How, in words, what comes in it is delivered.
+        delivered: How a folder in it is delivered, in words.
     """
 
     name: str
@@ -49,7 +49,7 @@ class LayoutSpec:
 
     @property
     def has_own_method(self) -> bool:
-        """True if transformers does not load it by compressed-tensors."""
+        """True if transformers loads it without compressed-tensors."""
         return self.method != "compressed-tensors"
 
     @property
@@ -59,7 +59,7 @@ class LayoutSpec:
         return has_codes and not (self.unpacks or self.has_own_method)
 
     def comes_first(self, model_type: str, specs: Collection[WeightSpec]) -> bool:
-        """True if a model gets this layout where none is asked for."""
+        """True if a model gets this layout when none is asked for."""
         return False
 
     def leaves_alone(
@@ -81,7 +81,7 @@ class LayoutSpec:
         return next(form for form in self.forms if form.fits(spec))
 
     def placed(self, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
-        """The weights with the forms that they have in such a folder, and with the scheme and width that they share."""
+        """Give weights the forms that they have in such a folder, and the scheme and width that they share."""
         shared = _shared_scheme(specs.values()) if self.unpacks and specs else None
         found = {}
         alike = []
@@ -94,7 +94,7 @@ class LayoutSpec:
             found[name] = replace(spec, stored=form.name)
             if form.stays_packed and (self.unpacks or is_experts(spec.kind)):
                 alike.append(name)
-        # These all have codes as wide as the widest one's, packed experts in any layout.
+        # All of these have codes as wide as the widest; packed experts do in any layout.
         width = max([2, *(found[name].width for name in alike)])
         return found | {name: replace(found[name], pack_bits=width) for name in alike}
 
@@ -109,8 +109,8 @@ class LayoutSpec:
 
         Args:
             groups: The config groups of compressed-tensors by name, without targets.
-            targets: Patterns, or names, of the layers of each group.
-            ignore: Those of the modules that stay as they are.
+            targets: Patterns for the layers of each group, or their names.
+            ignore: Patterns for modules that stay as they are, or their names.
             has_tables: Whether tables have codes.
         """
         formats = {group["format"] for group in groups.values()}
@@ -132,13 +132,13 @@ def _shared_scheme(specs: Collection[WeightSpec]) -> SharedScheme:
         if not spec.is_table and (spec.kind == "linear" or is_experts(spec.kind))
     ]
     grids = [spec.grid for spec in linears or specs]
-    # Layers of other groups repeat their scales: `overrides` may say any.
+    # Layers with other groups, which `overrides` may give, repeat their scales.
     row_size = math.gcd(*(grid.grouping.row_size or 0 for grid in grids)) or None
     coded = [spec for spec in specs if spec.bits <= MAX_PACKED_BITS]
     others = [spec for spec in coded if not spec.is_table]
     widest = max((spec.bits for spec in coded), default=0)
     width = max((spec.bits for spec in others), default=0)
-    # Tables stay floats where the files would grow by giving all other codes their bits.
+    # Tables stay floats if giving all other codes their bits would make the files grow.
     others_size = sum(spec.numbers for spec in others)
     table_size = sum(spec.numbers for spec in coded) - others_size
     growth = (widest - width) * others_size

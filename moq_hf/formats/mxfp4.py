@@ -1,6 +1,6 @@
-"""Experts of GPT-OSS in MXFP4 as OpenAI's own checkpoints have them, by `quant_method: "mxfp4"` of transformers.
+"""Experts of GPT-OSS in MXFP4, as in OpenAI's own checkpoints, with `quant_method: "mxfp4"` of transformers.
 
-The bytes are those of compressed-tensors' format, under other names: a parameter
+The bytes are those of compressed-tensors' format under other names: a parameter
 `[experts, columns, rows]` has its codes in `_blocks` `[experts, rows, columns / 32, 16]`
 and its exponents in `_scales` `[experts, rows, columns / 32]`. transformers unpacks them while
 loading, to the dtype of the model.
@@ -24,7 +24,7 @@ def fits(spec: WeightSpec) -> bool:
 
 
 def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
-    """Codes and exponents."""
+    """Encode codes and exponents."""
     words, scheme, _ = compressed.write(values, spec, compressed.PACKED)
     experts, _, rows = spec.full_shape
     scales = words["weight_scale"].view(experts, rows, -1)
@@ -33,10 +33,10 @@ def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
 
 
 def read(stored: StoredWeight) -> Quantized:
-    """Codes and scales.
+    """Decode codes and scales.
 
     Raises:
-        MoQError: The tensors are of another shape.
+        MoQError: The tensors have another shape.
     """
     rows = {part: tensor.flatten(0, 1) for part, tensor in stored.parts.items()}
     rows["weight_packed"] = rows["weight_packed"].flatten(1)
@@ -49,7 +49,7 @@ class _Mxfp4(LayoutSpec):
         return model_type == "gpt_oss" and any(map(fits, specs))
 
     def misfit(self, placed: Collection[WeightSpec]) -> str | None:
-        """Why a model is none of those."""
+        """Say why a model does not fit; None if it does."""
         if any(spec.stored == _NAME for spec in placed):
             return None
         return "is that of GPT-OSS, whose experts must be in MXFP4 (format); without it a layout is found for any model"
@@ -61,7 +61,7 @@ class _Mxfp4(LayoutSpec):
         ignore: Sequence[str],
         has_tables: bool,
     ) -> dict[str, Any]:
-        """Nothing but experts has a place; vLLM looks for these names, which are OpenAI's."""
+        """Exclude everything but experts, by OpenAI's names, for which vLLM looks."""
         return {
             "quant_method": self.method,
             "modules_to_not_convert": [

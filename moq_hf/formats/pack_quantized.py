@@ -1,4 +1,4 @@
-"""Codes packed into words of 32 bits: compressed-tensors' `pack-quantized`, what servers take."""
+"""Codes packed into words of 32 bits: compressed-tensors' `pack-quantized`, which servers take."""
 
 import torch
 
@@ -13,7 +13,7 @@ _WORD = 32
 
 
 def fits(spec: WeightSpec) -> bool:
-    """Whether a layer can be packed."""
+    """True if a layer can be packed."""
     return misfit(spec) is None
 
 
@@ -31,32 +31,33 @@ def misfit(spec: WeightSpec) -> str | None:
         "2 bits are the fewest that are packed": spec.bits < 2,
         f"{MAX_PACKED_BITS} bits are the most that are packed": spec.bits
         > MAX_PACKED_BITS,
-        "convolutions are integers in the ONNX export alone": spec.kind == "conv",
+        "convolutions are integers only in the ONNX export": spec.kind == "conv",
         "Conv1D layers, as GPT-2 has them, are not packed": spec.kind == "conv1d",
         "transposed experts are not packed": spec.kind == "experts_t",
-        "experts are packed where all have one format, and the files a matrix for each": in_matrices
+        "experts are packed only if all have one format, and the files a matrix for each": in_matrices
         and spec.matrices is None,
         # transformers 5.23 does not load the scale of a whole matrix, and would unpack
         # MXFP4 to another dtype.
         "experts are not packed in nvfp4": in_matrices and spec.format == "nvfp4",
-        "experts in mxfp4 are packed in bfloat16 alone": in_matrices
+        "experts in mxfp4 are packed only in bfloat16": in_matrices
         and spec.format == "mxfp4"
         and not is_bfloat16,
-        "experts are packed with symmetric grids alone": in_matrices
+        "experts are packed only with symmetric grids": in_matrices
         and not spec.grid.symmetric,
-        "their rows are no whole groups": bool(
+        "their rows are not whole groups": bool(
             spec.row_size is not None and columns % spec.row_size
         ),
-        "they are multiplied in bytes": spec.multiplies_bytes,
+        "they are multiplied as bytes": spec.multiplies_bytes,
         # transformers initializes and ties tables by the name `weight`.
-        "tables are packed where all layers have one scheme": spec.is_table
+        "tables are packed only if all layers have one scheme": spec.is_table
         and shared is None,
         "their codes would widen those of all other layers": spec.is_table
         and shared is not None
         and not shared.takes_tables,
-        "layers that are unpacked while loading have one format": shared is not None
+        "layers that are unpacked while loading must have one format": shared
+        is not None
         and shared.format != spec.format,
-        # compressed-tensors 0.20 cannot read zero points back that are packed into one
+        # compressed-tensors 0.20 cannot read back zero points that are packed into one
         # word.
         "their zero points are too few to be packed": shared is not None
         and not shared.symmetric
@@ -66,7 +67,7 @@ def misfit(spec: WeightSpec) -> str | None:
 
 
 def write(values: Quantized, spec: WeightSpec) -> EncodedWeight:
-    """Words, scales and packed or plain zero points."""
+    """Encode words, scales and packed or plain zero points."""
     return compressed.write(values, spec, compressed.PACKED)
 
 

@@ -1,4 +1,4 @@
-"""A weight on its way into the files, and one that is read from them."""
+"""A weight encoded for the files, and one that was read from them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,14 +15,14 @@ from ..weight_spec import WeightSpec
 
 
 class EncodedWeight(NamedTuple):
-    """A weight as it goes into the files.
+    """A weight encoded for the files.
 
     Attributes:
         parts: Tensors by the last part of their name; those of experts by the whole
             name.
-        scheme: The config group of compressed-tensors but for its targets; None for
+        scheme: The config group of compressed-tensors without its targets; None for
             floats.
-        grid: Scales and zero points for `moq_state.json`, where no tensor holds them.
+        grid: Scales and zero points for `moq_state.json`, if no tensor holds them.
     """
 
     parts: dict[str, Tensor]
@@ -32,8 +32,8 @@ class EncodedWeight(NamedTuple):
     def named(self, spec: WeightSpec) -> dict[str, Tensor]:
         """The tensors by their names in the files.
 
-        Modules that are tied to a table share its weight, and have scales and zero
-        points of their own.
+        Modules that are tied to a table share its weight, but have their own scales and
+        zero points.
         """
         if spec.matrices:
             return self.parts
@@ -53,11 +53,11 @@ class EncodedWeight(NamedTuple):
 
 
 class StoredWeight(NamedTuple):
-    """A weight that is read from the files.
+    """A weight that was read from the files.
 
     Attributes:
-        where: What an error names.
-        layer: What the state says of it.
+        where: The place that errors name.
+        layer: How the state describes it.
         scheme: Its config group; None for floats.
         parts: Its tensors by the last part of their name.
     """
@@ -68,10 +68,10 @@ class StoredWeight(NamedTuple):
     parts: Mapping[str, Tensor]
 
     def check(self, values: Quantized) -> None:
-        """Check that codes, scales and zero points are of the grid that the layer declares, and need its bits.
+        """Check that codes, scales and zero points are on the grid that the layer declares, and need its bits.
 
         The code of a group's largest weight needs them, though stochastic rounding may
-        leave it one short and an asymmetric grid two. Ternary and binary grids have other
+        leave it one short, and an asymmetric grid two. Ternary and binary grids have other
         codes.
 
         Raises:
@@ -85,7 +85,7 @@ class StoredWeight(NamedTuple):
             # A row of zeros has the scale 0.
             is_legal = scale >= 0
         if not bool(torch.isfinite(scale).all() and is_legal.all()):
-            legal = "finite number but 0" if precision.is_full else "positive number"
+            legal = "finite nonzero number" if precision.is_full else "positive number"
             raise MoQError(f"{self.where}: a scale is not a {legal}")
         if bits == 1:
             if bool((codes.abs() != 1).any()):
@@ -100,12 +100,12 @@ class StoredWeight(NamedTuple):
                     raise MoQError(
                         f"{self.where}: {what} beyond {precision.high} at {bits} bits"
                     )
-        # Groups of zeros have the scale 1, and groups too small for float16 its least
-        # value: their codes tell nothing.
+        # Codes tell nothing in groups of zeros, whose scale is 1, and in groups too small
+        # for float16, whose scale is its least value.
         shows_bits = bool(((scale != 1) & (scale.abs() > 2.0**-24)).any())
         fewer = precision.grid.at(bits - 1)
         needs_fewer_bits = fewer.low <= lowest < highest <= fewer.high
-        # Floats may have small codes because their scales cannot be smaller.
+        # Codes that are floats may be small because their scales cannot be smaller.
         is_told = bits > 2 and not precision.is_fp4
         if is_told and shows_bits and needs_fewer_bits:
             raise MoQError(
@@ -115,17 +115,17 @@ class StoredWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """How one weight lies in the files.
+    """The way in which files hold one weight.
 
     Attributes:
-        name: That in `moq_state.json`.
-        fits: Whether a weight can be stored so.
-        write: Its codes, scales and zero points as tensors of the files.
-        read: Those tensors as codes, scales and zero points again. Raises `MoQError` if
-            they are of another shape or off their grid.
+        name: Its name in `moq_state.json`.
+        fits: Says whether a weight can be stored in it.
+        write: Encodes codes, scales and zero points into tensors of the files.
+        read: Decodes those tensors again. Raises `MoQError` if they have another shape
+            or are off their grid.
         stays_packed: Whether the module holds codes after loading.
-        endings: How names of its tensors in the files end, where that is not a dot and
-            the name of the part, and the part.
+        endings: Unusual endings of its tensors' names in the files, each with the part
+            that it stands for; usually a name ends with a dot and the part.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Form:
 
 
 def by_matrix(layers: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
-    """The layers as the files have them: each matrix of packed experts is a layer of its own."""
+    """The layers as the files have them, with each matrix of packed experts as a layer."""
     split_layers: dict[str, WeightSpec] = {}
     for name, layer in layers.items():
         if not layer.matrices:

@@ -1,4 +1,4 @@
-"""Which forms of delivery there are, and which may stand in one folder."""
+"""The layouts and forms of delivery, and the library versions that they need."""
 
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
@@ -11,12 +11,12 @@ from . import floats, gemma, int_quantized, mxfp4, pack_quantized
 from .layout import LayoutSpec
 from .stored import Form
 
-# "packed" is what servers take: after loading, the modules hold packed weights, which the model's first forward pass
-# unpacks. It does not fit models whose `_init_weights` reaches into other weights (T5), nor those whose parts are
-# called by themselves (BART's encoder by `generate`, the towers of CLIP). Nor can transformers load packed zero points
-# that way, which is how servers take asymmetric grids. These models are "unpacked". Where neither computes what the
-# model did, the layout is "floats": ordinary weights on their grid. "gemma" is written only where it is asked for:
-# plain transformers keeps such weights packed, and no server takes them. "mxfp4" is for GPT-OSS with experts in MXFP4.
+# Servers take "packed": after loading, the modules hold packed weights, which the model's first forward pass unpacks.
+# It does not fit models whose `_init_weights` reaches into other weights (T5), nor those whose parts are called
+# separately (BART's encoder by `generate`, the towers of CLIP). Nor can transformers load packed zero points that way,
+# which is how servers take asymmetric grids. These models are "unpacked". If neither computes what the model did, the
+# layout is "floats": ordinary weights on their grid. "gemma" is written only on request: plain transformers keeps such
+# weights packed, and no server takes them. "mxfp4" is for GPT-OSS with experts in MXFP4.
 _LAYOUTS = (
     LayoutSpec(
         "packed",
@@ -43,19 +43,19 @@ _LAYOUTS = (
 # A layout by its name.
 Layout = str
 LAYOUTS: dict[Layout, LayoutSpec] = {layout.name: layout for layout in _LAYOUTS}
-# By the names that `moq_state.json` has for them.
+# The forms by their names in `moq_state.json`.
 FORMS: dict[str, Form] = {
     form.name: form for layout in _LAYOUTS for form in layout.forms
 }
-# The part of a weight by the unusual ending that its tensor's name has; see `Form`.
+# Unusual endings of tensors' names, each with its part of a weight; see `Form`.
 ENDINGS = {
     ending: part for form in FORMS.values() for ending, part in form.endings.items()
 }
 
 # The least versions for packed codes that are floats: no others were tried.
 FP4_NEEDS = {"transformers": "5.23.0", "compressed-tensors": "0.20.0"}
-# From this version on compressed-tensors packs codes without gaps, and reads only those,
-# where their width does not divide a word of 32 bits.
+# From this version on, compressed-tensors packs codes without gaps, and reads no others,
+# if their width does not divide a word of 32 bits.
 GAPLESS = "0.18.0"
 
 # Why no layout with codes fits a model.
@@ -66,8 +66,8 @@ def needs_of(layout: LayoutSpec, placed: Collection[WeightSpec]) -> dict[str, st
     """The least versions of the libraries that load a folder.
 
     Args:
-        layout: Of the folder.
-        placed: The weights in it.
+        layout: The folder's layout.
+        placed: The weights in the folder.
 
     >>> packed = [WeightSpec("linear", (8, 8), bits, stored="packed") for bits in (4, 2, 3)]
     >>> [needs_of(LAYOUTS["packed"], packed[:count])["compressed-tensors"] for count in (2, 3)]
@@ -86,7 +86,7 @@ def needs_of(layout: LayoutSpec, placed: Collection[WeightSpec]) -> dict[str, st
 
 
 def has_gaps(width: int) -> bool:
-    """Whether words of 32 bits hold no whole number of codes.
+    """True if codes of this width do not fill words of 32 bits.
 
     >>> [width for width in range(2, 9) if has_gaps(width)]
     [3, 5, 6, 7]
@@ -100,7 +100,7 @@ def installed(library: str) -> str:
 
 
 def lacking(needs: Mapping[str, str]) -> str:
-    """Which of the least versions are newer than what is installed, in words; "" if none is.
+    """Name the least versions that are newer than the installed ones; "" if there are none.
 
     >>> lacking({"transformers": "5.0.0"})
     ''
@@ -114,7 +114,7 @@ def lacking(needs: Mapping[str, str]) -> str:
 
 
 def first_layout(model_type: str, specs: Collection[WeightSpec]) -> LayoutSpec | None:
-    """The layout that only models of a type have, which is their first choice; None for any other model."""
+    """The layout that is the first choice for a special type of model; None for any other model."""
     found = (spec for spec in _LAYOUTS if spec.comes_first(model_type, specs))
     return next(found, None)
 
@@ -123,8 +123,8 @@ def at_full_size(reasons: Mapping[str, Sequence[str]], count: int) -> str:
     """Say which layers are saved as floats, and why.
 
     Args:
-        reasons: Why, and the layers of which that is true.
-        count: How many quantized layers there are.
+        reasons: Each reason with the layers to which it applies.
+        count: The number of quantized layers.
 
     >>> at_full_size({"2 bits are the fewest that are packed": ["layer.0", "layer.1"]}, 2)
     'every quantized layer is saved as floats on the grid, at full size: 2 bits are the fewest that are packed'

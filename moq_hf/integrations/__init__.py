@@ -1,1 +1,1 @@
-"""Doors of other programs, which load one of these modules by its name."""
+"""Plugins for other programs, which load one of these modules by its name."""

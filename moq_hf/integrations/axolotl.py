@@ -21,7 +21,7 @@ class MoQArgs(BaseModel):
     @field_validator("moq")
     @classmethod
     def _is_a_config(cls, source: str | dict[str, Any]) -> str | dict[str, Any]:
-        """Read it while axolotl reads its own keys, before any data or model is loaded."""
+        """Check the config while axolotl reads its own keys, before it loads any data or model."""
         MoQConfig.load(source)
         return source
 
@@ -30,9 +30,9 @@ class MoQPlugin(BasePlugin):  # type: ignore[misc]
     """Adds a `MoQCallback` to every run of axolotl."""
 
     def get_input_args(self) -> str:
-        """Where axolotl finds the keys."""
+        """The class in which axolotl finds the keys."""
         return f"{__name__}.{MoQArgs.__name__}"
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[MoQCallback]:
-        """The callback, which the Trainer is built with."""
+        """The callback with which the Trainer is built."""
         return [MoQCallback(cfg["moq"])]

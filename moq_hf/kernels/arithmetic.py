@@ -1,7 +1,7 @@
 """Arithmetic that the Triton kernels share, with the numbers of plain PyTorch, bit for bit.
 
-A launch must not fuse products with sums (`enable_fp_fusion=False`): what is fused is
-written as `tl.fma`. A row is what shares a scale.
+A launch must not fuse products with sums (`enable_fp_fusion=False`): fused ones are
+written as `tl.fma`. The numbers of a row share a scale.
 """
 
 import triton
@@ -13,14 +13,14 @@ INTERPRETED = constexpr(triton.knobs.runtime.interpret)
 MAGNITUDE = constexpr(0x7FFFFFFF)
 EXPONENT = constexpr(0x7F800000)
 TINY = constexpr(2.0**-126)
-# A number of up to 2^22 in magnitude is rounded to a whole one, half to even, by adding
-# this and subtracting it again.
+# Adding this and subtracting it again rounds a number of up to 2^22 in magnitude to an
+# integer, half to even.
 WHOLE = constexpr(12582912.0)
 
 
 @triton.jit
 def bits_as(x, DTYPE: constexpr):
-    """The bits of numbers, or the numbers of bits."""
+    """Reinterpret numbers as bits, or bits as numbers."""
     return x.to(DTYPE, bitcast=True)
 
 
@@ -35,7 +35,7 @@ def store(pointer, x, inside):
     """Write a float32 tile in the dtype of the pointer, rounded half to even."""
     if INTERPRETED:
         if pointer.dtype.scalar.element_ty == tl.bfloat16:
-            # The interpreter cuts off, and has no subnormal numbers.
+            # The interpreter truncates, and has no subnormal numbers.
             pointer = pointer.to(tl.pointer_type(int16), bitcast=True)
             x = (bits_as(as_dtype(x, "bfloat16"), int32) >> 16).to(int16)
     tl.store(pointer, x, mask=inside)
@@ -49,14 +49,14 @@ def as_dtype(x, DTYPE: constexpr):
     if DTYPE == "bfloat16":
         if not INTERPRETED:
             return x.to(tl.bfloat16).to(float32)
-        # The interpreter cuts off.
+        # The interpreter truncates.
         bits = bits_as(x, int32)
         rounded = bits_as((bits + 0x7FFF + (bits >> 16 & 1)) & -65536, float32)
         return tl.where(x == x, rounded, x)
     return x
 
 
-# `tl.max`, `tl.sum` and `tl.cdiv` would not follow TRITON_INTERPRET where it is set after the import.
+# `tl.max`, `tl.sum` and `tl.cdiv` would not follow TRITON_INTERPRET if it is set after the import.
 @triton.jit
 def largest_of(tile):
     """The largest number of each row."""
@@ -73,16 +73,16 @@ def sum_of(tile):
 def ends_of(x):
     """The bits of the largest and of the least number of each row.
 
-    The bits of positive numbers are in order as integers, those of negative ones are, by
-    magnitude, above all of them as integers without a sign, and NaN is beyond both.
+    As integers, the bits of positive numbers are in order; as integers without a sign,
+    those of negative numbers are above them, ordered by magnitude; NaN is beyond both.
     """
     return largest_of(bits_as(x, int32)), bits_as(largest_of(bits_as(x, uint32)), int32)
 
 
 @triton.jit
 def range_of(top, bottom, farthest, SYMMETRIC: constexpr):
-    """The ends of rows as `quantizer._range` has them, of the bits that `ends_of` gives."""
-    # Zero, where no number is negative. And `top` is below zero where no other is.
+    """The ends of rows as in `quantizer._range`, from the bits of `ends_of`."""
+    # Zero if no number is negative; and `top` is below zero if all numbers are.
     bottom = bottom & (bottom >> 31)
     if SYMMETRIC:
         size = bottom & MAGNITUDE
@@ -97,7 +97,7 @@ def range_of(top, bottom, farthest, SYMMETRIC: constexpr):
 def uniform_scale(
     bottom, top, ratio, farthest, SYMMETRIC: constexpr, STORED: constexpr
 ):
-    """The scales of rows with these ends, as `quantizer._uniform_scale` has them, and their clipped least numbers."""
+    """The scales of rows with these ends, as in `quantizer._uniform_scale`, and their clipped least numbers."""
     bottom = bottom * ratio
     span = top * ratio
     if not SYMMETRIC:
@@ -110,20 +110,20 @@ def uniform_scale(
 
 @triton.jit
 def nearest_code(quotient, low, high):
-    """The whole number within limits that is nearest to a quotient."""
+    """The integer within limits that is nearest to a quotient."""
     return round_even(tl.clamp(quotient, low, high))
 
 
 @triton.jit
 def fp4_step(code):
-    """How far apart codes that are floats are there: 1, 2 or 4."""
+    """The distance between neighboring codes that are floats: 1, 2 or 4."""
     far = tl.abs(code)
     return tl.where(far < 4, 1.0, tl.where(far < 8, 2.0, 4.0))
 
 
 @triton.jit
 def with_sign_of(size, x):
-    """A magnitude with the sign of another number."""
+    """Give a magnitude the sign of another number."""
     return bits_as(bits_as(size, int32) | (bits_as(x, int32) & ~MAGNITUDE), float32)
 
 
@@ -131,8 +131,8 @@ def with_sign_of(size, x):
 def divide(x, divisor, shift, inverse):
     """Compute x * shift / divisor, rounded to nearest, by Markstein's division.
 
-    The product with the inverse is corrected once, by what it is too much, which is
-    exact. In this order of signs a zero keeps its own.
+    The product with the inverse is corrected once by its excess, which is exact. In this
+    order of signs a zero keeps its own.
     """
     x = x * shift
     if INTERPRETED:
@@ -149,13 +149,13 @@ def round_even(x):
     """Round half to even, with the sign of zero kept."""
     if not INTERPRETED:
         return libdevice.rint(x)
-    # The interpreter has no functions of devices; this is for |x| <= 2^22.
+    # The interpreter has no device functions; this works for |x| <= 2^22.
     return with_sign_of(tl.abs((x + WHOLE) - WHOLE), x)
 
 
 @triton.jit
 def as_stored(scale, STORED: constexpr):
-    """Round scales to what they are stored as, see `quantizer._as_stored`; zeros, NaN and infinities stay."""
+    """Round scales as they are stored, see `quantizer._as_stored`; zeros, NaN and infinities stay."""
     size = tl.abs(scale)
     is_rounded = (size > 0) & (size <= 3.4028234663852886e38)
     if STORED == "bfloat16":
@@ -164,7 +164,7 @@ def as_stored(scale, STORED: constexpr):
         size = as_dtype(tl.clamp(size, 2.0**-24, 65504.0), STORED)
     if STORED == "nvfp4":
         size = tl.clamp(size * 256.0, 2.0**-9, 448.0)
-        # Numbers of E4M3 are an eighth of a power of two apart, and 2^-9 at least.
+        # Numbers of E4M3 are an eighth of a power of two apart, and at least 2^-9.
         step = tl.maximum(bits_as(bits_as(size, int32) & EXPONENT, float32), 2.0**-6)
         size = round_even(tl.div_rn(size, step) * 8) * step * 2.0**-11
     if STORED == "mxfp4":

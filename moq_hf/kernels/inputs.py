@@ -34,7 +34,7 @@ def round_all_kernel(
     DTYPE: constexpr,
     BLOCK: constexpr,
 ):
-    """`inputs.fake_quantize_input` where all inputs share a scale; programs take blocks in turn.
+    """`inputs.fake_quantize_input` if all inputs share a scale; programs take blocks in turn.
 
     Args:
         X_ptr: Inputs `[n_inputs]`.
@@ -42,9 +42,9 @@ def round_all_kernel(
         first_ptr: The running range, or the least input.
         last_ptr: The greatest input; None for a static scale.
         observed_ptr: The largest magnitude since the last step, float32, which is
-            brought up to date; None where nothing is observed.
+            updated; None if nothing is observed.
         pending_ptr: int32 `[2]` for use during the launch, zeros before and after it: the
-            bits of the largest magnitude so far, and how many programs are done.
+            bits of the largest magnitude so far, and the number of finished programs.
         n_inputs: Number of inputs.
         turns: Blocks of a program.
         SCALE: "static", "per_tensor" or "per_token".
@@ -63,7 +63,7 @@ def round_all_kernel(
     else:
         first, last = tl.load(first_ptr).to(float32), tl.load(last_ptr).to(float32)
         if SCALE == "per_token":
-            # Both are NaN where one is.
+            # If one is NaN, both are.
             scale = _token_scale(tl.maximum(first * -1.0, last), BITS, LEAST, DTYPE)
         else:
             first = tl.where(first > 0, 0.0, first)
@@ -78,7 +78,7 @@ def round_all_kernel(
         place = block * BLOCK + tl.arange(0, BLOCK)
         x = load(X_ptr + place, place < n_inputs)
         biggest = tl.maximum(biggest, bits_as(x, int32) & MAGNITUDE)
-        # Whole numbers are added between the same limits before as after rounding.
+        # A zero point is an integer, so lowering the limits by it comes to adding it.
         y = _on_grid(x, scale, low - zero, high - zero, DTYPE)
         if SCALE == "per_tensor":
             # Adding and subtracting a zero point turns -0 into 0.
@@ -111,7 +111,7 @@ def round_rows_kernel(
     BLOCK_ROWS: constexpr,
     BLOCK_COLS: constexpr,
 ):
-    """`inputs.fake_quantize_input` where a row is what shares a scale: a token, or a block of its features.
+    """`inputs.fake_quantize_input` if rows share a scale: a row is a token, or a block of its features.
 
     Args:
         X_ptr: Inputs `[tokens, features]`.

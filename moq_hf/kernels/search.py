@@ -47,16 +47,17 @@ def least_squares_kernel(
     """`quantizer.least_squares_ratio`: a row is a group, and a program holds BLOCK_ROWS of them, or a part of one.
 
     Weights stay in registers, in chunks that give each thread whole vectors of one row.
-    So few threads share a row, each computes few scales, and sums need little exchange.
+    So a row is shared by few threads, each computes few scales, and sums need little
+    exchange.
 
     Args:
         X_ptr: Weights `[n_groups, n_cols]`.
-        best_ptr: Where the ratios go, float32 `[n_groups]`; None where a group has parts.
+        best_ptr: Where the ratios go, float32 `[n_groups]`; None if groups have parts.
         sums_ptr: Where the sums of parts are added, int64 `[n_groups, N_RATIOS]`, or
             None.
         ends_ptr: The least and the greatest weight of groups that have parts, float32
             `[n_groups, 2]`, or None.
-        ratios_ptr: The ratios to try, float32, from the largest on.
+        ratios_ptr: The ratios to try, float32, from the largest down.
         n_groups: Number of groups.
         n_cols: Weights of a group.
         parts: Parts of a group.
@@ -66,7 +67,7 @@ def least_squares_kernel(
         farthest: The code that a group's largest weight gets, see `Precision.top`;
             negative for a full range, where scales have a sign.
         N_RATIOS: Number of ratios.
-        SYMMETRIC: Whether codes lie around zero.
+        SYMMETRIC: Whether codes are around zero.
         SCALE_DTYPE: Name of the dtype that scales are rounded to.
         FORMAT: Kind of codes: "int", "mxfp4" or "nvfp4".
         BLOCK_ROWS: Groups of a program, a power of two.

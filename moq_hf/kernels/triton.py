@@ -26,8 +26,8 @@ from .arithmetic import (
     with_sign_of,
 )
 
-# How many numbers the table has for a weight, and `marks_ptr` for a long group: the bits
-# of its largest and of its least weight, its sum, and sum and count above its threshold.
+# The columns of the table for a weight, and of `marks_ptr` for a long group: the bits of
+# its largest and of its least weight, its sum, and sum and count above its threshold.
 COLUMNS = constexpr(12)
 MARKS = constexpr(5)
 DTYPES = {
@@ -75,16 +75,16 @@ def fake_quantize_kernel(
     ALIGN: constexpr,
     STEP: constexpr,
 ):
-    """`quantizer.rounded` of many weights, or of one: a row is a group, and a program takes a tile of one weight.
+    """`quantizer.rounded` for many weights, or for one: a row is a group, and a program takes a tile of one weight.
 
     A tile is read once and stays in registers. It holds whole rows, or a part of a row
-    that is too long for that: then there is a launch for each STEP, and what has to be
-    known about the whole row is gathered in `marks_ptr`.
+    that is too long for that: then there is a launch for each STEP, and facts about the
+    whole row are gathered in `marks_ptr`.
 
     Args:
         table: int64 `[weights, COLUMNS]`: the addresses of X, Y and clipping ratios (0:
-            none), where in `scale_ptr` and `noise_ptr` those of the weight begin, and
-            the arguments from `n_rows` on, which are not read then. None for a single
+            none), the offsets of the weight in `scale_ptr` and `noise_ptr`, and the
+            arguments from `n_rows` on, which are then not read. None for a single
             weight.
         items: int32 `[programs, 2]`: a weight's row in the table, and the number of the
             tile in the weight. None for a single weight: program i takes tile i.
@@ -106,13 +106,13 @@ def fake_quantize_kernel(
         X_DTYPE: Dtype of the weights.
         Y_DTYPE: Dtype of the results.
         CODES: Kind of codes: "int", "mxfp4", "nvfp4", "ternary" or "binary".
-        SYMMETRIC: Whether codes lie around zero.
+        SYMMETRIC: Whether codes are around zero.
         BLENDS: Whether the float weight has a share in the result.
         STORED: How scales are stored, see `arithmetic.as_stored`.
-        BLOCK_ROWS: Rows of a tile, a power of two; 1 where it is a part of a row.
+        BLOCK_ROWS: Rows of a tile, a power of two; 1 if it is a part of a row.
         BLOCK_COLS: Columns of a tile, a power of two.
         ALIGN: Divides `n_cols`, and the addresses in the table, which count bytes.
-        STEP: "all" where rows are whole; else "ends", "sum" (for ternary and binary
+        STEP: "all" if rows are whole; otherwise "ends", "sum" (for ternary and binary
             codes), "above" (for ternary ones), and "round".
     """
     IS_FEW: constexpr = CODES == "ternary" or CODES == "binary"
@@ -142,7 +142,7 @@ def fake_quantize_kernel(
     farthest = farthest.to(float32)
     length_bits = length_bits.to(int32)
 
-    # The tile's first weight may lie beyond 2^31; within it 32 bits suffice. Rows past
+    # The tile's first weight may be beyond 2^31; within it 32 bits suffice. Rows past
     # the end repeat the last row, and store the same.
     tile = tile.to(int64)
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
@@ -197,7 +197,7 @@ def fake_quantize_kernel(
 
 @triton.jit
 def _find(x, mark, n_cols, length_bits, IS_FEW: constexpr, STEP: constexpr):
-    """Add what a part of a row contributes to the marks of the row."""
+    """Add a part of a row to the marks of the row."""
     if STEP == "ends":
         top, bottom = ends_of(tl.abs(x) if IS_FEW else x)
         tl.atomic_max(mark, top.to(int64), sem="relaxed")
@@ -252,14 +252,14 @@ def _few(x, mark, n_cols, length_bits, CODES: constexpr, STORED: constexpr):
 def _rounded(
     x, noise, scale, bottom, low, high, CODES: constexpr, SYMMETRIC: constexpr
 ):
-    """Round a tile to a grid of equal steps, or of floats of four bits."""
+    """Round a tile to a grid of equal steps, or of 4-bit floats."""
     # A power of two brings the scale's magnitude to between 2 and 4, so that no step of
     # a division leaves the normal numbers, except for quotients that round to zero.
     shift = bits_as((bits_as(scale, int32) & EXPONENT) ^ EXPONENT, float32)
     divisor = tl.abs(scale) * shift
     inverse = tl.div_rn(1.0, divisor)
     if not SYMMETRIC:
-        # The zero point is not added here, so the limits are lowered by it.
+        # The limits are lowered by the zero point, since it is not added to the codes.
         zero = divide(-bottom, divisor, shift, inverse)
         zero = nearest_code(zero, low, high)
         low, high = low - zero, high - zero
@@ -318,13 +318,13 @@ def _threshold(mean):
 
 @triton.jit
 def _above(whole, is_above):
-    """Add up and count what is above the threshold."""
+    """Sum and count the magnitudes above the threshold."""
     return sum_of(tl.where(is_above, whole, 0)), sum_of(is_above.to(int32))
 
 
 @triton.jit
 def _code(y, noise, low, high):
-    """Round to a whole number within limits: to nearest, or down after a random number is added."""
+    """Round to an integer within limits: to nearest, or down after a random number is added."""
     if noise is None:
         rounded = nearest_code(y, low, high)
     else:

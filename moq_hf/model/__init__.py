@@ -1,1 +1,1 @@
-"""The user's model: what is in it, which layers are quantized, how they get and lose their classes."""
+"""The user's model: its inventory, the layers to quantize, and how these get and lose their quantized classes."""

@@ -1,4 +1,4 @@
-"""Make the layers of a model quantized ones, and plain ones again."""
+"""Turns the layers of a model into quantized ones, and back into plain ones."""
 
 import contextlib
 import inspect
@@ -57,9 +57,9 @@ logger = logging.getLogger(__name__)
 def dequantize_model(
     model: nn.Module, *, weights: Literal["quantized", "float"] = "quantized"
 ) -> nn.Module:
-    """Make every quantized layer of `model` a plain one again, in place.
+    """Turn every quantized layer of `model` back into a plain one, in place.
 
-    It does so too for a model that `from_pretrained` loaded from a delivered folder, so
+    This also works for a model that `from_pretrained` loaded from a delivered folder, so
     that it can be trained further, or PEFT can put adapters on it. A model whose weights
     are floats, as in the layouts "unpacked" and "floats", stays as it is.
 
@@ -122,7 +122,7 @@ def quant_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether any of a model's modules computes with a quantized weight now."""
+    """True if any module of a model computes with a quantized weight now."""
     layers = quantized_layers(model).values()
     return any(layer.moq.bits != FLOAT_BITS for layer in layers)
 
@@ -131,9 +131,9 @@ def is_quantized(model: nn.Module) -> bool:
 def prepare_model(
     inventory: Inventory, config: MoQConfig
 ) -> tuple[dict[str, QuantizedWeight], dict[str, QuantizedWeight]]:
-    """Make the chosen layers quantized ones, at 32 bits for now, and all others plain ones.
+    """Turn the chosen layers into quantized ones, at 32 bits for now, and all others into plain ones.
 
-    Nothing that an earlier run set on a layer remains.
+    Nothing remains of what an earlier run set on a layer.
 
     Returns:
         The layers of the schedule, experts among them, and the embedding tables, by
@@ -142,7 +142,7 @@ def prepare_model(
     weights = list(inventory.weights())
     kept = {*inventory.tied, *(name for name, *_ in weights)}
     for name, layer in quantized_layers(inventory.model).items():
-        # If this is part of a model that is quantized, too, that one looks for its layers again.
+        # If a quantized model contains this one, it must look for its layers again.
         layer.moq.passes.changes += 1
         if name not in kept:
             layer.release()
@@ -196,7 +196,7 @@ class WatchedPasses:
         self.module = module
         self.passes = passes
         self._find_blocks()
-        # When a pickle is loaded, these keep other hooks from getting the same numbers.
+        # After a pickle is loaded, the handles keep other hooks from taking their ids.
         self.handles = (
             module.register_forward_pre_hook(self.begin, prepend=True),
             module.register_forward_hook(self.end, always_call=True),
@@ -204,7 +204,7 @@ class WatchedPasses:
 
     def _find_blocks(self) -> None:
         layers = quant_layers(self.module).items()
-        # A part may have been quantized by itself.
+        # A part may have been quantized separately.
         own = {name: x for name, x in layers if x.moq.passes is self.passes}
         names = Inventory.of(self.module).blocks(own).values()
         self._blocks = [[own[name] for name in block] for block in names]
@@ -217,7 +217,7 @@ class WatchedPasses:
     def begin(self, module: nn.Module, args: Any) -> None:
         """As a forward pre-hook."""
         if module is not self.module:
-            # A replica of DataParallel has weights of its own.
+            # A replica under DataParallel has its own weights.
             return
         is_stale = self._changes != self.passes.changes
         if is_stale and not torch.compiler.is_compiling():
@@ -232,8 +232,8 @@ class WatchedPasses:
 class OwnMethod:
     """A method that a model with quantized layers has in place of its class's.
 
-    It lies on the instance, so that the model keeps its class, and is no function, so
-    that copies and pickles of the model have one of their own.
+    It is set on the instance, so that the model keeps its class, and it is an object
+    rather than a function, so that copies and pickles of the model get their own.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -269,7 +269,7 @@ class FloatSaves(OwnMethod):
         if is_main_process and is_quantized(model) and not saves_checkpoint():
             is_adapted = without_peft(model) is not model or has_adapter(model)
             logger.warning(
-                "moq_hf: save_pretrained wrote %s answer otherwise than the quantized model in memory; "
+                "moq_hf: save_pretrained wrote %s answer differently from the quantized model in memory; "
                 "save_quantized(model, folder) writes that one, as a run with MoQ does at its end",
                 "the adapters alone, which on float weights"
                 if is_adapted
@@ -279,17 +279,17 @@ class FloatSaves(OwnMethod):
 
 
 def tells_of_saves(model: nn.Module) -> bool:
-    """Whether a model itself says that it saves float weights; a Trainer saves one of another class by itself."""
+    """True if a model's `save_pretrained` warns of float weights; models of other classes are saved by the Trainer."""
     return "save_pretrained" in vars(pretrained(model))
 
 
 def _attach(model: nn.Module, passes: PassWeights | None) -> None:
-    """Give a model, and each part that is a model itself, the hooks and methods of one with quantized layers.
+    """Give a model, and each model inside it, the hooks and methods that quantized layers need.
 
     Args:
-        model: Which was prepared, or made a float one again.
-        passes: Hears of its passes, in place of those of an earlier run; None only
-            removes what is there.
+        model: A model that was prepared, or that is a float one again.
+        passes: Is told of its passes, in place of the one of an earlier run; None only
+            removes hooks and methods.
     """
     for module in model.modules():
         remove_forward_hooks(module, WatchedPasses)
@@ -298,7 +298,7 @@ def _attach(model: nn.Module, passes: PassWeights | None) -> None:
             del attributes["generate"]
         saves = FloatSaves
         if isinstance(attributes.get("save_pretrained"), FloatSaves):
-            # A model that was loaded with a config has another one, and keeps it.
+            # A model that was loaded with a config has a subclass of it, and keeps that.
             saves = type(attributes.pop("save_pretrained"))
         if passes is None:
             continue
@@ -315,9 +315,9 @@ def _attach(model: nn.Module, passes: PassWeights | None) -> None:
 def hold_quantized(model: nn.Module) -> Iterator[None]:
     """Keep quantized weights from one pass without gradients to the next, in a loop that changes no weight.
 
-    Otherwise each pass quantizes its weights anew, since not every change of a weight
+    Otherwise each pass quantizes its weights again, since not every change of a weight
     can be seen: neither a fused optimizer nor a collective operation leaves a trace. A
-    Trainer's evaluation and `generate` keep them by themselves.
+    Trainer's evaluation and `generate` keep them without this.
 
     Args:
         model: A model with quantized layers.
@@ -351,7 +351,9 @@ def _holding(model: nn.Module) -> Iterator[None]:
 def check_finite(
     layers: Mapping[str, QuantizedWeight], *, gather: bool = False
 ) -> None:
-    """Stop if a weight holds NaN, Inf or more than its format can, or becomes Inf on its grid; one wait for the device.
+    """Check that no weight holds NaN, Inf or more than its format can, or becomes Inf on its grid.
+
+    It waits for the device once.
 
     Args:
         layers: The layers, by name.
@@ -391,7 +393,7 @@ def _most(state: LayerState) -> float:
 
 
 def check_scales(layers: Mapping[str, QuantizedWeight]) -> None:
-    """Stop if the weights of the last forward pass were not finite: as `check_finite`, a step later, at almost no cost.
+    """Check that the weights of the last forward pass were finite: as `check_finite`, a step later, at almost no cost.
 
     Raises:
         MoQError: Names the parameters.
@@ -403,13 +405,12 @@ def check_scales(layers: Mapping[str, QuantizedWeight]) -> None:
     for state in by_state:
         if state.scale is not None and not state.scale.is_meta:
             noted.append((state.scale.flatten(), {state: slice(None)}))
-        # It is checked once.
         state.scale = None
     by_device: dict[torch.device, list[tuple[Tensor, dict[LayerState, slice]]]] = {}
     for scales, places in noted:
         by_device.setdefault(scales.device, []).append((scales, places))
     for those in by_device.values():
-        # All at once, so that a GPU launches few kernels.
+        # Together, so that a GPU launches few kernels.
         together = torch.cat([scales for scales, _ in those])
         limit = min(_limit(state) for _, places in those for state in places)
         if (together.abs() <= limit).all():
@@ -426,7 +427,7 @@ def check_scales(layers: Mapping[str, QuantizedWeight]) -> None:
 
 
 def _limit(state: LayerState) -> float:
-    """The largest scale with which no code is Inf."""
+    """The largest scale with which no weight on the grid becomes Inf."""
     return torch.finfo(state.dtype).max / state.precision.reach
 
 
@@ -436,14 +437,14 @@ def _refuse(wrong: list[QuantizedWeight]) -> None:
     names = ", ".join(parameter_of(layer.moq.name, layer.kind) for layer in wrong)
     hint = ""
     if any(layer.moq.grid.format == "nvfp4" for layer in wrong):
-        hint = f", or a weight is beyond {FP4['nvfp4'].largest:g}, the most that nvfp4 holds and mxfp4 does not mind"
+        hint = f", or a weight is beyond {FP4['nvfp4'].largest:g}, the most that nvfp4 holds; mxfp4 has no such limit"
     raise MoQError(
         f"NaN or Inf in {names}: training has diverged or the checkpoint is damaged{hint}"
     )
 
 
 def _check_results(layers: Iterable[tuple[QuantizedWeight, torch.dtype]]) -> None:
-    """Stop if quantized weights, each in its dtype, are not finite; all processes that share a weight must call this.
+    """Check that quantized weights, each in its dtype, are finite; all processes that share a weight must call this.
 
     Raises:
         MoQError: Names the parameter.
@@ -457,19 +458,19 @@ def beyond(parameter: str, dtype: torch.dtype) -> str:
     """The error for finite weights that become Inf when they are quantized to a dtype."""
     instead = "use bfloat16 or float32, or " if dtype == torch.float16 else ""
     return (
-        f"{parameter} has weights so large that their places on the grid are beyond {torch.finfo(dtype).max:g}, the "
-        f"most that {dtype_name(dtype)} holds, so that they would be Inf: {instead}name the layer in "
+        f"{parameter} has weights so large that on the grid they are beyond {torch.finfo(dtype).max:g}, the "
+        f"most that {dtype_name(dtype)} holds, and would be Inf: {instead}name the layer in "
         "modules_to_not_convert"
     )
 
 
 def check_bypassed_weights(layers: Mapping[str, QuantizedWeight]) -> None:
-    """Stop if a model used a float weight, or inputs that are to be rounded, without the quantized layer.
+    """Check that the model used no float weight, nor inputs that should be rounded, without the quantized layer.
 
     In a forward pass `layer.weight` is the quantized weight. A parameter that was used
-    another way (from `named_parameters()`, from `_parameters`) has a gradient although
-    its layer was never used. Inputs are rounded where the layer is called, which a
-    model that multiplies with `layer.weight` does not do.
+    in another way (from `named_parameters()`, from `_parameters`) has a gradient although
+    its layer was never used. Inputs are rounded when the layer is called, and a model
+    that multiplies by `layer.weight` itself does not call it.
 
     Call it in all processes, with gradients.
 
@@ -495,7 +496,7 @@ def check_bypassed_weights(layers: Mapping[str, QuantizedWeight]) -> None:
     if wrong:
         named = ", ".join(f'"{name}"' for name in wrong)
         raise MoQError(
-            f"the weights of these layers are used without the layers, past their quantization: {', '.join(wrong)}; "
+            f"the weights of these layers are used without the layers, so not quantized: {', '.join(wrong)}; "
             f"leave them in full precision: add {named} to modules_to_not_convert"
         )
     if not_called:
@@ -504,15 +505,15 @@ def check_bypassed_weights(layers: Mapping[str, QuantizedWeight]) -> None:
 
 
 def _tell_of_saves_around(model: nn.Module, tells: bool) -> None:
-    """Have a model say what is saved of it inside another one, as no part of it does any more, or not."""
+    """Have a model, and none of its parts, warn or no longer warn when a model around it saves its float weights."""
     for module in model.modules():
         at_state_dict(module, _tell_of_save_around, tells and module is model)
 
 
 def _tell_of_save_around(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Say that a model around this one, which was quantized by itself, saves its float weights."""
+    """Warn that a model around this one, which was quantized separately, saves its float weights."""
     savers = [owner for name, owner in callers() if name == "save_pretrained"]
-    # A quantized model says it itself, and PEFT saves its adapters alone.
+    # A quantized model warns itself, and PEFT saves only its adapters.
     is_told = any(
         "save_pretrained" in vars(owner) or without_peft(owner) is not owner
         for owner in savers
@@ -521,8 +522,8 @@ def _tell_of_save_around(module: nn.Module, prefix: str, keep_vars: bool) -> Non
         return
     if is_quantized(module):
         logger.warning(
-            "moq_hf: save_pretrained of %s wrote the float weights of %s, which answers otherwise in memory, where it "
-            "is quantized: quantize the whole model, and save_quantized(model, folder) writes it",
+            "moq_hf: save_pretrained of %s wrote the float weights of %s, which answers differently in memory, where "
+            "it is quantized: quantize the whole model, and save_quantized(model, folder) writes it",
             type(savers[0]).__name__,
             prefix.removesuffix("."),
         )

@@ -1,4 +1,4 @@
-"""What a run will deliver, and what the servers that the config names make of that, before the first step."""
+"""Forecasts what a run will deliver, and whether the servers that the config names will take it."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,26 +12,26 @@ from ..formats.table import LAYOUTS
 from ..names import plain_name, pretrained, without_fsdp, without_peft
 from ..processes import shape_of
 from ..quant_experts import experts_parameters
-from ..seams.transformers import ADAPTED
 from ..servers import NAMED, VLLM, VLLM_CPU
 from ..serving import Description, verdict
 from ..weight_matrix import matrix_shape
 from ..weight_spec import WeightSpec
 from .inventory import Inventory, grid_of
-from .sizes import is_unpacked_while_loading
+from .sizes import has_lora_on, is_unpacked_while_loading
 
 _PACKED = LAYOUTS["packed"]
 
 
 def check_served(inventory: Inventory, config: MoQConfig) -> None:
-    """Check that the servers in `serve` will take what a run delivers at its target precision.
+    """Check that the servers in `serve` will take the model that a run delivers at its target precision.
 
     Args:
-        inventory: With the layers that the config quantizes.
-        config: What will be done to them.
+        inventory: The inventory, with the layers that the config quantizes.
+        config: The run's config.
 
     Raises:
-        MoQError: One will not: each reason with its layers, and what would be served.
+        MoQError: One will not; gives each reason with its layers, and what would be
+            served.
     """
     lines = []
     for bits in config.targets:
@@ -47,7 +47,7 @@ def check_served(inventory: Inventory, config: MoQConfig) -> None:
 
 
 def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
-    """What a user of these servers should know before the first step."""
+    """Notes for users of these servers, for before the first step."""
     model = describe(inventory, config, config.targets[0])
     servers = [NAMED[name] for name in dict.fromkeys(config.serve)]
     lines = []
@@ -63,7 +63,7 @@ def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
 
 
 def inputs_in_words(inventory: Inventory, config: MoQConfig) -> str:
-    """What the delivered folder computes with where training rounds the inputs of layers."""
+    """Say whether the delivered folder rounds inputs of layers as training does, in words."""
     for bits in config.targets:
         fault = _float_inputs(inventory, config, bits)
         if fault is not None:
@@ -83,15 +83,12 @@ def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | N
     path = inventory.name_of(model)
     faults: dict[str, list[str]] = {}
     packed = []
-    has_lora = False
     for name, spec in _specs(inventory, config, bits).items():
         saved = (plain_name(name, ()) or "").removeprefix(f"{path}.")
         if spec.inputs is not None and spec.input_fault is not None:
             faults.setdefault(spec.input_fault, []).append(saved)
         if spec.stored == "packed":
             packed.append(saved)
-            added = () if inventory.merged else inventory.adapters
-            has_lora |= f"{name.removesuffix(ADAPTED)}lora_A" in added
     for why, names in faults.items():
         return f"{why} ({shortened(names)})"
     try:
@@ -100,15 +97,15 @@ def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | N
         return str(error)
     if is_unpacked:
         return "transformers unpacks a model of its kind while loading"
-    if has_lora:
-        return "PEFT's LoRA wants the weights of packed layers, which are unpacked while loading for it"
+    if has_lora_on(inventory, model, packed):
+        return "PEFT's LoRA needs the weights of packed layers, which are therefore unpacked while loading"
     if packed and inventory.table_bits and inventory.table_bits < 8:
         return "tables of fewer than 8 bits are unpacked while loading"
     return None
 
 
 def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, WeightSpec]:
-    """How each quantized weight will be delivered, by name; scheduled ones with a choice of bits end at these."""
+    """The specs of all quantized weights as they will be delivered, by name; where bits are chosen, at these."""
     specs = {}
     for name, module, parameter, kind in inventory.weights():
         own = config.of(name)
@@ -143,7 +140,7 @@ def _saved(inventory: Inventory, name: str) -> str:
 
 
 def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
-    """Describe the model as it will be delivered if scheduled layers end at these bits, where there is a choice."""
+    """Describe the model as it will be delivered, with layers whose bits are chosen at these bits."""
     model = pretrained(inventory.model)
 
     floats = {

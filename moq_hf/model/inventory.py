@@ -26,7 +26,7 @@ from ..weight_matrix import Kind
 
 # The layers whose bits the schedule sets.
 Layer = nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d
-# The list in DeepSpeed's default config; where it exists, no other is measured.
+# The list in DeepSpeed's default config; if a model has it, no other is measured.
 BERT_LAYERS = "bert.encoder.layer"
 LINEARS = (nn.Linear, Conv1D)
 CONVOLUTIONS = (
@@ -38,38 +38,37 @@ CONVOLUTIONS = (
     nn.ConvTranspose3d,
 )
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-# How embedding tables are quantized, whatever the config says of linear layers; those
-# of few bits may have their groups and range.
+# The grid of embedding tables, whatever the config says about linear layers; tables of
+# few bits may have the layers' groups and range.
 _ROWS = Grid(PerChannel(), search="absmax")
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """The modules of a model by name, and what becomes of each. Parameters are looked up on each call.
+    """The modules of a model by name, and how each is quantized. Parameters are looked up on each call.
 
-    A block is an entry of a list of layers: of the outermost `ModuleList` that a layer
-    lies in, or of the list that `eigenvalue.layer_name` names. A layer outside of any
+    A block is an entry of a list of layers: of the outermost `ModuleList` that contains a
+    layer, or of the list that `eigenvalue.layer_name` names. A layer outside of any
     list is a block by itself.
 
     Attributes:
         model: The model without what wraps it; see `unwrapped`.
         modules: Name to module, each module once, in model order.
-        adapters: Names of the modules that PEFT has put in, or instead of which it has
-            put others.
-        merged: Whether its adapters are merged into the layers.
+        adapters: Names of the modules that PEFT has added, or has replaced with others.
+        merged: Whether PEFT's adapters are merged into the layers.
         layers: The linear layers and convolutions that a config quantizes by name;
             `take_inventory` fills it, and the next seven.
         experts: The parameters of experts that it quantizes, by their names, each with
             its module.
         tables: The embedding tables that could be quantized.
         embeddings: Those that it quantizes.
-        table_bits: To how many bits; None where it leaves them alone.
-        tables_stay: Why the tables stay in float where the config says "auto".
+        table_bits: The bits of these tables; None if it leaves tables alone.
+        tables_stay: Why the tables stay in float although the config says "auto".
         tied: Module to the one of `layers` or `embeddings` whose weight it shares, and
             with it the quantized copy.
         left_out: Linear layers that stay in float, and tables and convolutions that
-            were meant to be quantized, by name: with the reason if neither the config
-            nor the layer's place is the reason.
+            were meant to be quantized, by name: the reason, or None if it is the config
+            or the layer's place.
 
     >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), "head": nn.Linear(4, 2)})
     >>> inventory = Inventory.of(model)
@@ -92,22 +91,21 @@ class Inventory:
 
     @classmethod
     def of(cls, model: Any, merged: bool = False) -> "Inventory":
-        """What is in a model, or in what a Trainer shows around it; see `unwrapped`.
+        """Take the inventory of a model, or of a Trainer's wrapper around it; see `unwrapped`.
 
         Args:
             model: The model.
             merged: Whether PEFT's adapters are, or will be, merged into its layers.
         """
         model = unwrapped(model)
-        # Activation checkpointing wraps modules under their names; this takes the inner
-        # ones.
+        # Activation checkpointing wraps modules under their names; these are the inner ones.
         modules = dict(named_modules(model))
         added = tuple(adapters(model, merged))
         return cls(model, modules, added, merged)
 
     @cached_property
     def linears(self) -> dict[str, nn.Linear | Conv1D]:
-        """Every linear layer by its name, but for those of PEFT's adapters."""
+        """Every linear layer by name, except those of PEFT's adapters."""
         return self.instances(*LINEARS)
 
     @property
@@ -116,14 +114,14 @@ class Inventory:
         return {**self.layers, **self.experts}
 
     def weights(self) -> Iterator[tuple[str, nn.Module, str, Kind]]:
-        """Each weight that is quantized, but for tied ones: its name, its module, its attribute there, and its kind."""
+        """Each weight that is quantized, except tied ones: its name, its module, its attribute there, and its kind."""
         for name, module in {**self.layers, **self.embeddings}.items():
             yield name, module, "weight", kind_of(module)
         for name, experts in self.experts.items():
             yield name, experts, name.rpartition(".")[2], kind_of(experts)
 
     def instances(self, *classes: type[nn.Module]) -> dict[str, Any]:
-        """Modules of some classes by their names, but for those of PEFT's adapters."""
+        """Modules of some classes by name, except those of PEFT's adapters."""
         modules = self.modules.items()
         return {
             name: module
@@ -226,7 +224,7 @@ class Inventory:
             if not isinstance(entries, nn.ModuleList) or not _has_weights(entries):
                 sizes = [f"{name} ({len(lists[name])})" for name in lists]
                 raise MoQError(
-                    f"eigenvalue.layer_name: {layer_name!r} is no list of layers (a ModuleList); the model has: "
+                    f"eigenvalue.layer_name: {layer_name!r} is not a list of layers (a ModuleList); the model has: "
                     f"{', '.join(sizes) or 'none'}"
                 )
             lists = {layer_name: entries}
@@ -253,12 +251,12 @@ class Inventory:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether a module is a convolution of PyTorch: one that can be quantized, a transposed or a 3-dimensional one."""
+    """True if a module is a convolution of PyTorch, including the kinds that stay in float."""
     return isinstance(module, CONVOLUTIONS)
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether `from_pretrained` made this model of a packed checkpoint: its layers may have no weights yet."""
+    """True if `from_pretrained` made this model from a packed checkpoint: its layers may have no weights yet."""
     return packed_loader(model) is not None
 
 
@@ -279,7 +277,7 @@ def why_not_quantizable(module: nn.Module) -> str | None:
     # Accelerate wraps the forward of the instance, not of the class.
     is_plain = kind.forward in [plain.forward for plain in CLASSES]
     if not (is_plain or issubclass(kind, QuantModule) or is_scaled_table(kind)):
-        return "has a forward of its own"
+        return "has its own forward"
     # Parametrizations and the old weight_norm compute the weight at each access, so
     # there is no parameter to train or to save.
     weight = module._parameters.get("weight")
@@ -292,7 +290,7 @@ def why_not_quantizable(module: nn.Module) -> str | None:
 
 
 def unfit(weight: Tensor) -> str | None:
-    """Why a weight cannot be trained on a grid, whatever module has it; None if it can.
+    """Why a weight cannot be trained on a grid, whatever module it belongs to; None if it can.
 
     >>> unfit(torch.ones(2, 2).to_sparse()), unfit(torch.ones(2, 2, dtype=torch.uint8))
     ('a weight in the layout sparse_coo', 'a weight of uint8')
@@ -315,7 +313,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def output_heads(model: nn.Module, names: list[str]) -> list[str]:
-    """Which of the linear layers `names` are output heads of the model: by default they stay in full precision.
+    """The linear layers among `names` that are output heads of the model: by default they stay in full precision.
 
     In a transformers model with a base model, these are the layers outside of the base
     model. Otherwise they are the output embeddings. Without those, in a module made of
@@ -363,12 +361,12 @@ def grid_of(
     parameter: str = "weight",
     table_bits: int | None = None,
 ) -> Grid:
-    """How a chosen layer's weight is quantized, or another parameter, which is one of experts.
+    """The grid of a chosen layer's weight, or of a parameter of experts.
 
     An embedding table has one scale per row, from its largest weight; with
-    `group_size` one of fewer than 8 bits has the groups and the range of linear
-    layers. A convolution has one per channel then, since groups seldom divide its
-    kernels: a depthwise one of 3 x 3 has rows of 9 weights. Neither has codes that are
+    `group_size`, a table of fewer than 8 bits has the groups and the range of linear
+    layers. A convolution then has one scale per channel, since groups seldom divide its
+    kernels: a depthwise one of 3 x 3 has rows of 9 weights. Codes of either are never
     floats. `groups` counts the groups of each expert.
 
     >>> config = MoQConfig(bits=4, group_size=32)

@@ -1,4 +1,4 @@
-"""Select the layers of a model that a config quantizes, and refuse what cannot be: adapters, shared weights, groups."""
+"""Selects the layers that a config quantizes; refuses adapters, shared weights and groups that do not allow it."""
 
 import difflib
 import math
@@ -50,8 +50,7 @@ from .sizes import is_unpacked
 
 Value = TypeVar("Value")
 
-# Bits of tables where the config says "auto", unless those would widen all codes of the
-# file.
+# Bits of embedding tables for "auto", unless 8 would widen all codes of the file.
 AUTO_TABLE_BITS = 8
 
 
@@ -64,7 +63,7 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
 
     Raises:
         MoQError: What `quantize_model` raises, except for NaN and Inf; or a server in
-            `serve` cannot take what is chosen.
+            `serve` cannot take the choice.
     """
     inventory = Inventory.of(model, config.enabled and config.lora == "merged")
     if not config.enabled:
@@ -124,11 +123,11 @@ def _told(reasons: Mapping[str, str]) -> str:
 
 
 def _check_ready(inventory: Inventory) -> None:
-    """Refuse a model of which nothing can be quantized as it is now.
+    """Check that a model can be quantized as it is now.
 
     Raises:
-        MoQError: It is packed, no engine that is known trains it, or it has no shapes
-            yet.
+        MoQError: It is packed, it is wrapped by an unsupported engine, or it has no
+            shapes yet.
     """
     if is_packed(inventory.model):
         raise MoQError(
@@ -138,15 +137,15 @@ def _check_ready(inventory: Inventory) -> None:
     lazy = [name for name, parameter in inventory.parameters() if is_lazy(parameter)]
     if lazy:
         raise MoQError(
-            f"{shortened(lazy)}: no shape before the first call: call the model once before it is quantized"
+            f"{shortened(lazy)}: no shape before the first call: call the model once before quantizing it"
         )
 
 
 def _experts(inventory: Inventory) -> dict[str, nn.Module]:
     """Every parameter of experts by name, with its module.
 
-    Those that PEFT adapts are left alone, since PEFT computes their sum with the adapter
-    in each forward pass.
+    Parameters that PEFT adapts are left out, since PEFT adds the adapter to them in each
+    forward pass.
     """
     return {
         f"{name}.{attribute}".lstrip("."): module
@@ -185,7 +184,7 @@ def _is_named(name: str, config: MoQConfig) -> bool:
 
 
 def _check_names(every: Inventory, config: MoQConfig) -> None:
-    """Check that each name and glob of `modules_to_not_convert` matches a module, and `convolutions` finds one.
+    """Check that each name and glob of `modules_to_not_convert` matches a module, and that `convolutions` has effect.
 
     Raises:
         MoQError: One does not.
@@ -210,10 +209,10 @@ def _check_names(every: Inventory, config: MoQConfig) -> None:
 def _check_weights(
     every: Inventory, kept: Container[str], cannot: Container[str]
 ) -> None:
-    """Refuse weights that are no floats in memory of their own, and those that were parametrized too late.
+    """Check that weights are plain dense floats, and were not parametrized after they were quantized.
 
     Raises:
-        MoQError: There are some; says which, and what to do.
+        MoQError: Some are not; names them, and says what to do.
     """
     asked = _without({**every.experts, **every.layers}, kept)
     faults: dict[str, str] = {}
@@ -269,7 +268,7 @@ def _check_inputs(
             f"{key}: the inputs of experts cannot be quantized ({', '.join(experts)}); leave it out, or add "
             '"experts" to modules_to_not_convert'
         )
-    # Some of them in evaluation alone.
+    # Some are fused only in evaluation.
     fused = inventory.instances(nn.TransformerEncoderLayer, nn.MultiheadAttention)
     wrong = [name for name in layers if is_below(name, *fused)]
     if wrong:
@@ -277,11 +276,11 @@ def _check_inputs(
 
 
 def _check_overrides(scheduled: Iterable[str], config: MoQConfig) -> None:
-    """Check that each glob of `overrides` decides something of a layer.
+    """Check that each glob of `overrides` decides something for a layer.
 
     Raises:
-        MoQError: One means none, and the text lists those of similar names; or later
-            globs overrule it.
+        MoQError: One matches no layer, and the text lists similar names; or later globs
+            overrule it.
     """
     names = list(scheduled)
     # A layer and a key to the glob that decides it, the last one.
@@ -291,7 +290,7 @@ def _check_overrides(scheduled: Iterable[str], config: MoQConfig) -> None:
         if not means:
             near = difflib.get_close_matches(glob, names, 3, 0.0)
             raise MoQError(
-                f"overrides: {glob!r} matches no layer that is quantized; near are {', '.join(near)}; output heads "
+                f"overrides: {glob!r} matches no layer that is quantized; similar are {', '.join(near)}; output heads "
                 f"need {config.spell('heads')}: true, and tables have the bits of {config.spell('embeddings')}"
             )
         decides |= {(name, key): glob for name in means for key in given_in(own)}
@@ -307,7 +306,7 @@ def _check_overrides(scheduled: Iterable[str], config: MoQConfig) -> None:
 def split_blocks(
     blocks: Mapping[str, Sequence[str]], config: MoQConfig
 ) -> dict[str, list[str]]:
-    """Make blocks of their own of what `overrides` give other bits than the rest of a block has.
+    """Split off the layers to which `overrides` give other bits than their block has, into blocks of their own.
 
     Args:
         blocks: Block name to its layers.
@@ -332,7 +331,7 @@ def split_blocks(
 def _tables(
     inventory: Inventory, config: MoQConfig, unfit_tables: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Find the embedding tables that the config quantizes, their bits, and why those of "auto" stay in float.
+    """Find the embedding tables that the config quantizes, their bits, and why "auto" leaves some in float.
 
     Raises:
         MoQError: The config names bits, and no table can be quantized.
@@ -354,8 +353,8 @@ def _tables(
         return {"tables_stay": f"{' and '.join(refuses)} {take} them as floats"}
     if tables and not is_encoder(inventory):
         return {"tables_stay": "the model is no encoder of transformers"}
-    # An output head that shares a table is in float unless the config says otherwise.
-    # A pruned or normalized layer computes its weight.
+    # A table shared with an output head stays in float unless the config says otherwise.
+    # `_parameters` has no weight for a pruned or normalized layer, which computes it.
     of_layers = {id(x._parameters.get("weight")) for x in inventory.linears.values()}
     shared = [n for n, table in tables.items() if id(table.weight) in of_layers]
     unpacked = is_unpacked(inventory)
@@ -367,11 +366,11 @@ def _tables(
 
 
 def widest_codes(inventory: Inventory, config: MoQConfig) -> int:
-    """The most bits that codes of the layers will have in the end, 2 to 8; 8 where all are saved as floats.
+    """The most bits that codes of the layers will have in the end, 2 to 8; 8 if all are saved as floats.
 
     Args:
-        inventory: With the layers.
-        config: That has chosen them.
+        inventory: The inventory, with its layers chosen.
+        config: The config that chose them.
     """
     targets = {bits for name in inventory.layers for bits in config.of(name).targets}
     coded = [bits for bits in targets if 2 <= bits <= MAX_PACKED_BITS]
@@ -379,7 +378,7 @@ def widest_codes(inventory: Inventory, config: MoQConfig) -> int:
 
 
 def is_encoder(inventory: Inventory) -> bool:
-    """Whether there are models of transformers in a model, and none of them decodes."""
+    """True if a model is, or contains, models of transformers, none of which is a decoder."""
     models = [m for m in inventory.modules.values() if isinstance(m, PreTrainedModel)]
     return bool(models) and not any(map(_decodes, models))
 
@@ -389,7 +388,7 @@ def _decodes(model: PreTrainedModel) -> bool:
     kind = type(config)
     if getattr(config, "is_decoder", False) or model.can_generate():
         return True
-    # GPT-2 and Llama are decoders in all their classes, BERT is in one.
+    # All classes of GPT-2 and Llama are decoders; only one of BERT's is.
     only_causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING
     only_causal = only_causal and kind not in MODEL_FOR_MASKED_LM_MAPPING
     return only_causal or bool(getattr(config, "is_encoder_decoder", False))
@@ -398,7 +397,7 @@ def _decodes(model: PreTrainedModel) -> bool:
 def _tied(
     inventory: Inventory, config: MoQConfig, cannot: Mapping[str, str]
 ) -> dict[str, str]:
-    """The modules that share the weight of a chosen one, and compute with its quantized copy, each with that one.
+    """The modules that share the weight of a chosen one and compute with its quantized copy: each name to that one's.
 
     The first one with a weight decides how it is quantized. So `embeddings` decides for
     a table that is also the output head; without it, a head that is quantized as a
@@ -460,7 +459,7 @@ def _routers(inventory: Inventory) -> set[str]:
         for other, layer in inventory.linears.items():
             if not other.startswith(around) or is_below(other, name):
                 continue
-            # Such a list can lie beside the attention.
+            # The list of experts may be next to the attention.
             own = other.removeprefix(around)
             is_beside = (
                 not is_list or "." not in own or "router" in own or "gate" in own
@@ -471,13 +470,13 @@ def _routers(inventory: Inventory) -> set[str]:
 
 
 def _check_adapters(inventory: Inventory) -> None:
-    """Refuse adapters with which something else would be delivered than what was trained.
+    """Refuse adapters with which the delivered model would not be the one that was trained.
 
-    DoRA that is not merged takes the norm of the float weight in training, and of the
-    quantized one after loading; a few other tuners take its factors.
+    DoRA that is not merged uses the norm of the float weight in training, and that of the
+    quantized one after loading; a few other tuners use factors of the weight.
 
     Raises:
-        MoQError: There are such adapters, or none where they are to be merged; names the
+        MoQError: There are such adapters, or there are none to be merged; names the
             layers.
     """
     tables = [
@@ -493,11 +492,10 @@ def _check_adapters(inventory: Inventory) -> None:
     wrappers = adapted_layers(inventory.model)
     if inventory.merged and (not wrappers or has_adapter(pretrained(inventory.model))):
         raise MoQError(
-            'lora: "merged", and the model is none of peft.get_peft_model with LoRA: call that before, or leave the '
-            "key out"
+            'lora: "merged" needs a model with LoRA from peft.get_peft_model: call that first, or leave the key out'
         )
     quantized = {*inventory.layers, *inventory.embeddings, *inventory.tied}
-    # Where the adapters of each weight lie: PEFT can tie those of layers that share it.
+    # Addresses of each weight's adapters: PEFT can tie those of layers that share it.
     places: dict[str, set[int]] = {}
     faults: dict[str, str] = {}
     for wrapper_name, wrapper in wrappers.items():
@@ -508,7 +506,7 @@ def _check_adapters(inventory: Inventory) -> None:
         elif not (fault := lora_fault(wrapper)):
             if name not in quantized:
                 fault = "cannot be merged into what stays in float: quantize it, or take it out of target_modules"
-            # Without their scalings.
+            # The first field is the scaling.
             parts = [
                 part
                 for lora in active_lora(wrapper)
@@ -518,10 +516,10 @@ def _check_adapters(inventory: Inventory) -> None:
             place = {part.data_ptr() for part in parts}
             if places.setdefault(inventory.tied.get(name, name), place) != place:
                 fault = (
-                    "two adapters of one weight: set ensure_weight_tying, without DoRA"
+                    "two adapters for one weight: set ensure_weight_tying, without DoRA"
                 )
             if any(map(is_partitioned, parts)):
-                fault = "ZeRO-3 does not gather adapters for other modules: use FSDP2 or ZeRO-2"
+                fault = "ZeRO-3 does not gather adapters for another module: use FSDP2 or ZeRO-2"
         if fault:
             faults[name] = fault
     if faults:
@@ -529,20 +527,20 @@ def _check_adapters(inventory: Inventory) -> None:
 
 
 def _why_not_beside(wrapper: Any) -> str | None:
-    """Why something else would be loaded than a float adapter that was trained beside a quantized weight."""
+    """Why a float adapter trained beside a quantized weight would change when it is loaded; None if it would not."""
     if has_dora(wrapper):
         return 'DoRA on quantized layers would compute something else after loading: set "lora": "merged"'
     tuner = factors_base(wrapper)
     if tuner is None:
         return None
     return (
-        f"the adapters of {tuner} are made of the weights again when they are loaded, and quantized weights make other "
-        "ones: name these layers in modules_to_not_convert, or use LoRA"
+        f"{tuner} recomputes its adapters from the weights when they are loaded, and quantized weights give other "
+        "adapters: name these layers in modules_to_not_convert, or use LoRA"
     )
 
 
 def _sizes(name: str, module: nn.Module) -> dict[str, int]:
-    """The sizes of a weight that groups are to divide, by what its module calls them."""
+    """The sizes of a weight that groups must divide, by the names that its module has for them."""
     if is_convolution(module):
         return {"out_channels": cast(nn.Conv2d, module).out_channels}
     if isinstance(module, nn.Linear):
@@ -557,10 +555,10 @@ def _sizes(name: str, module: nn.Module) -> dict[str, int]:
 def _check_groups(
     config: MoQConfig, layers: Mapping[str, nn.Module], experts: Mapping[str, nn.Module]
 ) -> None:
-    """Check that the config's groups divide all weights, and that those of experts are alike.
+    """Check that the config's groups divide all weights, and that all experts have the same.
 
     Raises:
-        MoQError: They do not, and the text says which would; or they are not.
+        MoQError: They do not, and the text names sizes that would; or they differ.
     """
     weights = {**layers, **experts}
     groupings = {name: config.of(name).grouping for name in weights}

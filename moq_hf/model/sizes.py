@@ -1,4 +1,4 @@
-"""How much of a model is quantized, at how many bits, and how large that makes it: of the whole model, always."""
+"""How much of the whole model is quantized, at how many bits, and how large that makes it."""
 
 import contextlib
 import copy
@@ -59,7 +59,7 @@ def _kinds(inventory: Inventory) -> dict[int, str]:
 
 
 def _tensors_of(spec: WeightSpec) -> dict[str, Tensor]:
-    """The tensors that a folder holds of a weight, by their names, on the meta device."""
+    """The tensors in which a folder holds a weight, by name, on the meta device."""
     encoded = EncodedWeight({"weight": _on_meta(spec.full_shape, spec.dtype)})
     if spec.has_codes:
         codes = _on_meta(spec.shape, torch.int32)
@@ -72,9 +72,9 @@ def _tensors_of(spec: WeightSpec) -> dict[str, Tensor]:
 
 @functools.cache
 def _bytes_of(spec: WeightSpec) -> int:
-    """Bytes of a weight in a folder, but for the shapes that stand beside packed codes."""
+    """Bytes of a weight in a folder, without the tensors that give the shapes of packed codes."""
     if spec.matrices is not None:
-        # One matrix of all rows is as large as those of the experts.
+        # One matrix of all rows is as large as those of all experts.
         spec = replace(spec, matrices=("matrix",))
     tensors = _tensors_of(spec)
     return sum(t.nbytes for name, t in tensors.items() if not name.endswith("shape"))
@@ -87,14 +87,14 @@ class ModelSizes:
     a sum over the layers. Shards count as the whole parameter.
 
     Args:
-        inventory: Of the model.
+        inventory: The model's inventory.
         layers: Its quantized layers and embedding tables by name.
 
     Attributes:
         total: Parameters of the model.
         quantized: Those that are weights of `layers`, at whatever bits they are now.
-        left: The counts of each embedding table, convolution and parameter of experts
-            that is not quantized, by what it is.
+        left: The sizes of embedding tables, convolutions and parameters of experts that
+            are not quantized, by kind.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ModelSizes:
             owners.setdefault(id(layer.float_weight), layer)
         self._inventory = inventory
         self._weights: list[tuple[QuantizedWeight, WeightSpec]] = []
-        # What was found for the bits of all layers.
+        # The sizes found so far, by the bits of all layers.
         self._known_sizes: dict[tuple[int, ...], tuple[int, int]] = {}
         self.left: dict[str, list[int]] = {}
         others = self._others_bits = 0
@@ -139,12 +139,12 @@ class ModelSizes:
 
     @property
     def share(self) -> float:
-        """The part of the parameters that `quantized` is, 0 to 1."""
+        """The share of the parameters that is quantized, 0 to 1."""
         return self.quantized / self.total
 
     @property
     def coverage(self) -> str:
-        """What share of the parameters is quantized, in words."""
+        """The share of the parameters that is quantized, in words."""
         return covered(self.quantized, self.total)
 
     @property
@@ -154,7 +154,7 @@ class ModelSizes:
 
     @property
     def layer_bits(self) -> float:
-        """The mean bits of the weights of quantized layers now, embedding tables apart."""
+        """The mean bits of the weights of quantized layers now, without embedding tables."""
         layers = [spec for spec in self._now() if spec.kind != "embedding"]
         return sum(map(_bits_of, layers)) / sum(spec.numbers for spec in layers)
 
@@ -167,9 +167,9 @@ class ModelSizes:
     def mb(self) -> float:
         """Megabytes (10^6 bytes) of the parameters as they are saved: codes packed, and a scale for each group.
 
-        A weight that the packed format has no place for keeps its float size. The
-        others take their current bits, a byte in an embedding table, or all take as
-        many bits as the largest, whichever is less; see `has_one_width`.
+        A weight that cannot be packed keeps its float size. The others take their
+        current bits, a byte in an embedding table, or all take as many bits as the
+        largest, whichever is smaller; see `has_one_width`.
         """
         own, alike = self._sizes()
         if own != alike and self.is_unpacked:
@@ -180,7 +180,7 @@ class ModelSizes:
         return [spec.at(layer.moq.bits) for layer, spec in self._weights]
 
     def _sizes(self) -> tuple[int, int]:
-        """Bytes of the weights in the layout that comes first, and in the one whose codes have one width."""
+        """Bytes of the weights in the layout of first choice, and in the one whose codes have one width."""
         now = self._now()
         bits = tuple(spec.bits for spec in now)
         if bits not in self._known_sizes:
@@ -196,7 +196,7 @@ class ModelSizes:
         return first_layout(self._model_type, specs) or LAYOUTS["packed"]
 
     def at_full_size(self, config: MoQConfig) -> str | None:
-        """Which layers will be saved as floats at their targets, and why; None if none will."""
+        """Name the layers that will be saved as floats at their targets, and why; None if there are none."""
         reasons: dict[str, list[str]] = {}
         model = pretrained(self._inventory.model)
         is_taken_apart = isinstance(model, PreTrainedModel) and all(
@@ -205,7 +205,7 @@ class ModelSizes:
         )
         for _, spec in self._weights:
             own = config.of(spec.name)
-            # A budget may end with any of its choices.
+            # Under a budget a layer may end with any of the choices.
             is_fixed = own.budget is None and spec.kind != "embedding"
             at = spec.at(own.targets[0] if is_fixed else MAX_PACKED_BITS)
             why = pack_quantized.misfit(at)
@@ -222,7 +222,7 @@ class ModelSizes:
         return text + "; the file will be as large as in float" * is_large
 
     def lacks(self, config: MoQConfig) -> str | None:
-        """Name the libraries that are too old here for what will be delivered, and the ways out; None if none is."""
+        """Name the installed libraries that are too old for the delivered files, and the ways out; None if none is."""
         fixed: dict[str, WeightSpec] = {}
         choices: list[WeightSpec] = []
         for _, spec in self._weights:
@@ -285,22 +285,22 @@ class ModelSizes:
 
 
 def _bits_of(spec: WeightSpec) -> int:
-    """All bits of a weight without its scales, those of its own dtype where it is not quantized."""
+    """All bits of a weight without its scales; a weight that is not quantized has the bits of its dtype."""
     if spec.bits == FLOAT_BITS:
         return 8 * spec.dtype.itemsize * spec.numbers
     return spec.bits * spec.numbers
 
 
 class FileSize:
-    """The size that the delivered `model.safetensors` will have, for any bits of its layers, a few bytes too large.
+    """The size of the delivered `model.safetensors` for any bits of its layers, at most a few bytes too large.
 
     The layout is that of packed folders; see `formats`.
 
     Args:
-        inventory: Of the model.
+        inventory: The model's inventory.
         layers: Its quantized layers by name.
         embeddings: Its quantized embedding tables by name.
-        fixed: Bits of the layers that have no choice of them, by name.
+        fixed: Bits of the layers that have no choice, by name.
     """
 
     def __init__(
@@ -323,14 +323,14 @@ class FileSize:
         fixed = of_tables | dict(fixed or {})
         for name, bits in fixed.items():
             self._fixed |= self._tensors(name, bits)
-        # Where the data would end at the most bits, so that no offset has more digits.
+        # The end of the data at the most bits, so that no offset has more digits.
         self._end = 0
         self._end = self.of_rest() + sum(
             self.of_layer(name, MAX_PACKED_BITS) for name in layers if name not in fixed
         )
 
     def why_alike(self) -> str | None:
-        """Why the bits of single layers make no difference to the file; None if they do."""
+        """Why the bits of single layers do not change the size of the file; None if they do."""
         model = without_peft(self._inventory.model)
         layers = [x for x in self._layers.values() if x.kind != "embedding"]
         kinds = {layer.kind for layer in layers}
@@ -353,7 +353,7 @@ class FileSize:
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     def of_layer(self, name: str, bits: int) -> int:
-        """Bytes that stand for the weight of a layer at `bits`, 1 to 8, with their entries in the file's header."""
+        """Bytes of a layer's weight at `bits`, 1 to 8, with its entries in the file's header."""
         return self._size(self._tensors(name, bits))
 
     def of_rest(self) -> int:
@@ -381,12 +381,12 @@ class FileSize:
             }
             total += tensor.nbytes
             if self._end:
-                # In the header, a comma replaces the two braces of this entry.
+                # In the header, a comma stands for the two braces of this entry.
                 total += len(json.dumps(entry, separators=(",", ":"))) - 1
         return total
 
     def _tensors(self, name: str, bits: int) -> dict[str, Tensor]:
-        """Return the tensors that stand for a layer's weight, on the meta device."""
+        """Return the tensors that hold a layer's weight in the file, on the meta device."""
         tied = [other for other, owner in self._inventory.tied.items() if owner == name]
         spec = replace(
             WeightSpec.of(self._layers[name]).at(bits),
@@ -404,9 +404,9 @@ def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def parts_are_called(model: nn.Module) -> bool:
-    """True if users call parts of the model, past the first forward pass that would unpack all of it."""
+    """True if users call parts of the model without the forward pass of the whole, whose first call would unpack it."""
     config = getattr(model, "config", None)
-    # Sentence Transformers call `forward` directly, past hooks.
+    # Sentence Transformers calls `forward` directly, which runs no hooks.
     return bool(
         body_of(model)
         or getattr(config, "is_encoder_decoder", False)
@@ -415,13 +415,13 @@ def parts_are_called(model: nn.Module) -> bool:
 
 
 def is_unpacked(inventory: Inventory) -> bool:
-    """Whether transformers unpacks a model while loading it, for which all codes in the file have one width.
+    """True if a model is delivered for transformers to unpack while loading, so that all its codes have one width.
 
-    Beside its other reasons PEFT's LoRA, which wants the weights of layers as soon as
-    it is given the model.
+    Beside the reasons of `is_unpacked_while_loading`, PEFT's LoRA is one: it reads the
+    weights of layers as soon as it is given the model.
 
     Args:
-        inventory: With the layers that are quantized.
+        inventory: The inventory, with the layers that are quantized.
     """
     if not inventory.merged and any(
         name.endswith("lora_A") for name in inventory.adapters
@@ -431,6 +431,22 @@ def is_unpacked(inventory: Inventory) -> bool:
     with contextlib.suppress(MoQError), torch.random.fork_rng(devices=[]):
         return is_unpacked_while_loading(without_peft(inventory.model), packed)
     return False
+
+
+def has_lora_on(inventory: Inventory, model: nn.Module, layers: Iterable[str]) -> bool:
+    """True if PEFT's LoRA adapts one of a model's layers unmerged, for which it reads their weights at once.
+
+    Args:
+        inventory: The inventory of the whole model.
+        model: The model in it, without PEFT.
+        layers: Names of layers in `model`.
+    """
+    path = inventory.name_of(model)
+    adapted = {
+        name.removeprefix(f"{path}.").removesuffix(".lora_A")
+        for name in inventory.adapters
+    }
+    return not inventory.merged and not adapted.isdisjoint(layers)
 
 
 def _linear_layers(inventory: Inventory) -> list[str]:
@@ -444,10 +460,10 @@ def _linear_layers(inventory: Inventory) -> list[str]:
 
 
 def is_unpacked_while_loading(model: Any, packed: Iterable[str]) -> bool:
-    """Whether a model cannot be packed until its first forward pass.
+    """True if a model cannot stay packed until its first forward pass.
 
-    Users call parts of it past that pass, or its class initializes modules through the
-    weights of others, which packed ones do not have.
+    Users call parts of it without that pass, or its class initializes modules through
+    the weights of others, which packed modules do not have.
 
     Args:
         model: The model, without PEFT.
@@ -475,7 +491,7 @@ def is_unpacked_while_loading(model: Any, packed: Iterable[str]) -> bool:
 
 
 def covered(quantized: int, total: int) -> str:
-    """What share of a model is quantized, in words.
+    """The share of a model that is quantized, in words.
 
     >>> covered(85_000_000, 110_000_000)
     "77.3 % of the model's 110.0 M parameters"
@@ -484,7 +500,7 @@ def covered(quantized: int, total: int) -> str:
 
 
 def percent(share: float) -> str:
-    """A share, 0 to 1, in percent with one decimal.
+    """Format a share, 0 to 1, in percent with one decimal.
 
     >>> percent(0.1234)
     '12.3 %'
@@ -493,7 +509,7 @@ def percent(share: float) -> str:
 
 
 def in_words(count: int) -> str:
-    """A number of parameters, in millions from 0.1 M on.
+    """Format a number of parameters, in millions from 0.1 M on.
 
     >>> in_words(1_234), in_words(109_480_000)
     ('1,234', '109.5 M')

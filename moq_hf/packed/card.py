@@ -40,14 +40,13 @@ _KINDS = {"embedding": "embedding tables", "conv": "convolutions"}
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the template `body.md` says about a run.
+    """Facts about a run, for the template `body.md`.
 
     Attributes:
-        config: Its config.
+        config: The run's config.
         steps: Optimizer steps taken; None if the model was quantized without training.
         quantized: Metrics of the quantized model by name, without `eval_`.
-        in_float: Metrics of the float model to compare it with; empty if there are
-            none.
+        in_float: Metrics of the float model for comparison; empty if there are none.
         float_step: The last step of the float phase; None if there was none.
         choice: The bits that were chosen under a budget; None without a budget.
     """
@@ -61,7 +60,7 @@ class RunFacts:
 
     @property
     def before(self) -> str:
-        """A name for the float model; that of a float phase was trained for only a part of the steps."""
+        """A name for the float model, which after a float phase says that it had only a part of the steps."""
         if self.float_step is None or self.steps is None:
             return "float"
         return f"float after {self.float_step:,} of {self.steps:,} steps"
@@ -182,13 +181,13 @@ def _method(found: Verification) -> str:
 def facts_of_folder(
     found: Verification, folder: Path, place: str, model: Any = None
 ) -> dict[str, Any]:
-    """Collect what the templates `card.md` and `body.md` say about a packed checkpoint.
+    """Facts about a packed checkpoint, for the templates `card.md` and `body.md`.
 
     Args:
         found: Its layers and its proof.
         folder: Its path.
         place: Its name in the code that loads it.
-        model: The model in memory; None: an adapter is looked for in the folder.
+        model: The model in memory; None looks for an adapter in the folder.
     """
     layers = found.layers.values()
     kinds = {_KINDS.get(layer.kind, "linear layers") for layer in layers}
@@ -226,7 +225,7 @@ def write_run_card(
     found: Verification | None = None,
     **given: Any,
 ) -> None:
-    """Write the card with what the Trainer's own card says about a run: base model, task, data set, arguments.
+    """Write the card with the facts of the Trainer's own card about a run: base model, task, data set, arguments.
 
     Args:
         directory: The packed checkpoint.
@@ -299,10 +298,10 @@ def how_to_load(
         saved: The layers in the folder and their proof.
         folder: The folder, with its `config.json`.
         name: The folder's name in the code.
-        model: The model in memory; None: an adapter is looked for in the folder.
+        model: The model in memory; None looks for an adapter in the folder.
 
     Returns:
-        The name of the class, and lines that give a variable `model`.
+        The name of the class, and lines that define a variable `model`.
     """
     proof = saved.proof
     given = {}

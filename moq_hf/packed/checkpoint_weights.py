@@ -1,10 +1,9 @@
 """The float weights of a run's checkpoint, read one tensor at a time: safetensors, and the shards of FSDP2 and ZeRO.
 
 DeepSpeed's files are read without DeepSpeed. ZeRO-1 and ZeRO-2 save the weights whole.
-ZeRO-3 saves a part of each for every process: those that are trained as float32, one
-after the other in a few flat tensors, with room at the end of a part where the
-processes do not divide the weight. What the run computed with is the same, rounded to
-its own dtype.
+ZeRO-3 saves a part of each weight for every process: trained ones as float32, one after
+the other in a few flat tensors, with padding at the end of a part if the processes do not
+divide the weight. The run computed with these values, rounded to its own dtype.
 """
 
 import math
@@ -20,7 +19,7 @@ from torch import Tensor
 from ..errors import MoQError, explained
 from .files import read_tensor, tensors_in
 
-# Before the names of weights, where Accelerate saves a model.
+# Accelerate saves a model with this before the names of weights.
 _MODEL = "model."
 # DeepSpeed's files.
 _LATEST = "latest"
@@ -34,9 +33,9 @@ class Weights(Mapping[str, Tensor]):
     """The weights in a checkpoint, by name; each is read when it is asked for, and not kept.
 
     Attributes:
-        place: Where they are, for messages.
-        specs: A tensor on the meta device for each.
-        read: Reads one, to the CPU.
+        place: The file or folder, for messages.
+        specs: A tensor on the meta device for each weight.
+        read: Reads a weight, to the CPU.
     """
 
     place: Path
@@ -62,10 +61,10 @@ class Weights(Mapping[str, Tensor]):
     def renamed(
         self, names: Mapping[str, str], on_read: Callable[[], Any]
     ) -> "Weights":
-        """The same under other names.
+        """The same weights under other names.
 
         Args:
-            names: The name of each as it is to be, to the one that it has there.
+            names: New names, each with the name in the checkpoint.
             on_read: Called whenever a weight is read.
         """
         specs = {name: self.specs[there] for name, there in names.items()}
@@ -113,7 +112,7 @@ def distributed_weights(folder: Path) -> Weights:
     def read(name: str) -> Tensor:
         tensor = torch.empty_like(specs[name], device="cpu")
         with warnings.catch_warnings():
-            # It warns that there are no other processes, which `no_dist` says already.
+            # It warns that there are no other processes, as `no_dist` says already.
             warnings.filterwarnings(
                 "ignore", "torch.distributed is disabled", UserWarning
             )
@@ -132,7 +131,7 @@ def distributed_weights(folder: Path) -> Weights:
 
 
 class _Ignored:
-    """Stands for an object of DeepSpeed's that is not needed."""
+    """Replaces an object of DeepSpeed that is not needed."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -142,10 +141,10 @@ class _Ignored:
 
 
 def zero_folder(checkpoint: Path) -> Path | None:
-    """The folder of a checkpoint that DeepSpeed wrote its own files into; None if it wrote none.
+    """The folder of a checkpoint with DeepSpeed's own files; None if there are none.
 
     Raises:
-        MoQError: The file that should name it names something else.
+        MoQError: The file that should name it does not name a folder.
     """
     path = checkpoint / _LATEST
     if not path.is_file():
@@ -210,7 +209,7 @@ def _parted_weights(folder: Path) -> Weights:
     if trained:
         prefix = "bf16_" if any(folder.glob(f"bf16_{_TRAINED.format('*')}")) else ""
         masters = _files_of_ranks(folder, f"{prefix}{_TRAINED}", world)
-    # Where the part of each trained weight lies in the flat tensors of a process.
+    # The place of each trained weight's part in the flat tensors of a process.
     slices: dict[str, slice] = {}
     end = 0
     for name in trained:
@@ -226,7 +225,7 @@ def _parted_weights(folder: Path) -> Weights:
             pieces = [_read(path)["frozen_param_fragments"][name] for path in parts]
         else:
             pieces = [module[name].flatten()]
-        # Parts have room at the end where the processes do not divide the weight.
+        # Parts are padded at the end if the processes do not divide the weight.
         spec = saved[name]
         return torch.cat(pieces)[: spec.numel()].view_as(spec).to(spec.dtype)
 
@@ -261,7 +260,7 @@ def _flat(path: Path) -> list[Tensor]:
 
 
 def _cut(flat: Sequence[Tensor], part: slice) -> Tensor:
-    """Copy a part of the numbers that several flat tensors hold one after the other."""
+    """Copy a part of the numbers that several flat tensors hold, one after the other."""
     pieces = []
     begin = 0
     for tensor in flat:

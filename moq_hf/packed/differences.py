@@ -1,4 +1,4 @@
-"""Where two state dicts differ."""
+"""Compares two state dicts."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
@@ -12,10 +12,10 @@ class Difference(NamedTuple):
 
     Attributes:
         name: Its name.
-        what: "missing" in the first one, "unexpected" there, or another "shape" or
+        what: "missing" from the first one, "unexpected" in it, or another "shape" or
             "value".
-        largest: How far the values are apart; infinite where one of them is infinite
-            or NaN, or there are no two values.
+        largest: The largest difference of values; infinite if one of them is infinite
+            or NaN, or if there are not two values.
     """
 
     name: str
@@ -29,7 +29,7 @@ def differences(
     """Compare a state dict with another one, in the dtypes of the second.
 
     Args:
-        found: Its names and tensors, each of which is needed only until the next one.
+        found: Names and tensors of the first; each is needed only until the next one.
         expected: The second state dict.
 
     Yields:
@@ -61,7 +61,7 @@ def differences(
 
 
 def distance(first: Tensor, second: Tensor) -> float:
-    """The largest difference of two tensors of one shape; infinite numbers and NaN in both are equal.
+    """The largest difference between two tensors of one shape; infinities and NaN in both count as equal.
 
     >>> distance(torch.tensor([1.0, torch.nan]), torch.tensor([1.5, torch.nan]))
     0.5

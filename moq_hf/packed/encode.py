@@ -1,4 +1,4 @@
-"""`Encoder`: writes the layers of one model in the form that fits each, and names them in config groups.
+"""`Encoder`: writes each layer of a model in the form that fits it, and names the layers in config groups.
 
 A config group names its modules by patterns that hold in transformers and in servers,
 which rename and fuse layers. A server puts other prefixes before a name, other modules
@@ -40,24 +40,24 @@ from ..weight_spec import FLOAT, WeightSpec
 _Value = TypeVar("_Value")
 # The config group of packed experts.
 _EXPERTS = "experts"
-# Whatever stands before a name, or between two parts of it.
+# Anything before a name, or between two parts of it.
 _ANY = r"(?:.*\.)?"
-# Where a layer stands: its list of blocks, the number of its block, a pattern of what may
-# lie between that and the end of its name, and that end.
+# The place of a layer: its list of blocks, the number of its block, a pattern for what may
+# come between that and the end of its name, and that end.
 _Place = tuple[str, str, str, str]
-# What the files call the matrix of an expert.
+# The name of an expert's matrix in the files.
 _MATRIX = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
 
 
 class Encoder:
-    """How the layers of one model are stored; collects the config groups of compressed-tensors as they come up.
+    """Stores the layers of one model, and collects the config groups of compressed-tensors on the way.
 
     `store` each layer first, then `rename` the tensors, then ask for `config`.
 
     Args:
         inventory: The inventory of the model.
         layers: The layers whose weights go into the files, by name.
-        layout: Which forms they may have.
+        layout: The layout of the files, which decides the form of each weight.
         tied: Layer to the layers that share its weight and that `from_pretrained` ties
             to it.
 
@@ -65,14 +65,14 @@ class Encoder:
         has_codes: Whether any layer is stored as codes.
         widths: The bits that codes have in the files.
         packed: The layers whose modules hold packed weights after loading.
-        groups: The config groups so far, without the layers that they are for.
-        stored: What `moq_state.json` says of each layer that was stored.
-        names: What layers are called in the files, where that is not their own name.
+        groups: The config groups so far, without the names of their layers.
+        stored: Each layer stored so far, as `moq_state.json` describes it.
+        names: The names of layers in the files, where they differ from their own.
         dtypes: The dtypes of the float weights of layers that are stored as codes.
         model_dtypes: The dtypes of all parameters, without PEFT's adapters.
         dtype: The dtype that the packed model will have.
-        rounds_inputs: Whether the files say how inputs are rounded, and with which
-            static scales, as training did; else plain loading leaves inputs alone.
+        rounds_inputs: Whether the files say how inputs are rounded, as in training and
+            with its static scales; if not, plain loading leaves inputs alone.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Encoder:
         return replace(spec, left_alone=left_alone)
 
     def _with_inputs(self, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
-        """The layers whose inputs are rounded, with their grids; none where the files have no place for some."""
+        """The layers whose inputs are rounded, with their grids; none if the files have no place for one of them."""
         found = {}
         for name, layer in self.layers.items():
             inputs = layer.moq.inputs
@@ -202,7 +202,7 @@ class Encoder:
         return fault or self._layout.stays
 
     def store(self, name: str, saved: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """The tensors that the files hold of a layer's weight, by name.
+        """Encode a layer's weight into the tensors of the files, by name.
 
         Args:
             name: The layer's name.
@@ -217,10 +217,10 @@ class Encoder:
 
         def handed(values: Tensor) -> Tensor:
             if state.lora and not layer.float_weight.is_meta:
-                # Sums of adapters depend on the device: take the one that trained them.
+                # Sums of adapters depend on the device, so use that of the training.
                 values = values.to(device_of(layer.float_weight))
-            # Where an engine hands weights over in a narrower dtype, the evaluated model
-            # had quantized what was rounded to it.
+            # An engine may hand over weights in a narrower dtype: then the evaluated
+            # model quantized weights that were rounded to it.
             return values.to(state.handed_dtype or values.dtype)
 
         source = saved(layer.float_weight)
@@ -251,7 +251,7 @@ class Encoder:
                 raise MoQError(
                     f"{parameter_of(name, spec.kind)} cannot be quantized: {error}"
                 ) from error
-            # Only a scale this large can make a weight overflow.
+            # Only such a large scale can make a weight overflow.
             farthest = values.scale.abs().amax() * state.precision.reach
             if farthest > torch.finfo(weight.dtype).max:
                 dense = quantizer.dequantize(*values, dtype=weight.dtype)
@@ -279,7 +279,7 @@ class Encoder:
     def _group(self, name: str, scheme: dict[str, Any]) -> str:
         """Add a layer to the config group with its scheme, and return the name of the group."""
         if name in self._matrices:
-            # Loaders take the first group that names experts, so theirs stands first.
+            # Loaders take the first group that names experts, so theirs comes first.
             self.groups = {_EXPERTS: scheme, **self.groups}
             return _EXPERTS
         others = [group for group in self.groups if group != _EXPERTS]
@@ -290,11 +290,11 @@ class Encoder:
         return group
 
     def rename(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Give the tensors their names in the files, and note in `names` which layers are called otherwise there.
+        """Give the tensors their names in the files, and note in `names` the layers whose names differ there.
 
         If transformers merges or splits weights of these layers, all tensors keep the
-        names of the modules. Other weights that it would split also keep their names
-        where some weights are packed: loading merges only packed pieces then.
+        names of the modules. If some weights are packed, other weights that it would
+        split keep their names too, since loading then merges only packed pieces.
         """
         unchanged = {id(tensor) for tensor in original_format(model, tensors).values()}
         layers = set(self.stored).union(*self.tied.values())
@@ -341,8 +341,8 @@ def matrix_names(
 
     One parameter is many matrices in the files, and servers know each by its own name.
     In the parameter of a gated layer, matrices of the gate alternate with those of the
-    other half. They must all have the same number of rows, and lie in one piece each;
-    where they do not, the files have no place for them.
+    other half. They must all have the same number of rows, and each must be in one
+    piece; otherwise the files have no place for them.
 
     Args:
         model: Of transformers.
@@ -375,7 +375,7 @@ def matrix_pattern(names: Iterable[str]) -> str:
 def without_peft_names(
     named: Mapping[str, _Value], added: Iterable[str]
 ) -> dict[str, _Value]:
-    """Name modules or tensors as they were before PEFT came, without its adapters."""
+    """Give modules or tensors the names that they had before PEFT, and leave out its adapters."""
     renamed = (
         {plain_name(name, added): value for name, value in named.items()}
         if added
@@ -391,7 +391,7 @@ class Patterns:
         names: Every module that a pattern could match, by the name that it has in the
             files.
         lists: The name of each list of blocks, and how many blocks it has.
-        prefix: Name of the base model, which a model with another head may have or not.
+        prefix: Name of the base model, which another class may leave out of its names.
 
     >>> names = ["model.layers.0.q_proj", "model.layers.1.q_proj", "lm_head"]
     >>> Patterns(names, {"model.layers": 2}, "model").of({"group_0": names[:2]}, names[2:])
@@ -404,7 +404,7 @@ class Patterns:
         self.names = list(names)
         self.prefix = f"{prefix}." if prefix else ""
         paths = [path.split(".") for path in lists]
-        # A layer in a block is called by the list, the number of the block, and the rest
+        # The name of a layer in a block: the list, the number of the block, and the rest
         # with its last part.
         any_list = "|".join(map(re.escape, lists))
         self._in_list = re.compile(rf"({any_list})\.(\d+)\.((?:.+\.)?([^.]+))")
@@ -416,15 +416,15 @@ class Patterns:
     def of(
         self, groups: Mapping[str, Sequence[str]], ungrouped: Sequence[str]
     ) -> tuple[dict[str, list[str]], list[str]]:
-        """The targets of each group, and what is to be ignored.
+        """The targets of each group, and the modules to ignore.
 
         Args:
             groups: Names of the modules of each group.
             ungrouped: Names of linear layers that are in no group.
 
         Returns:
-            Patterns after "re:", which match the names as `re.match` does. Where they
-            would not tell the groups apart, the names.
+            Patterns after "re:", which match the names as `re.match` does; or the names
+            themselves, if patterns would not tell the groups apart.
         """
         owners = {name: group for group, members in groups.items() for name in members}
         places = self._places({**dict.fromkeys(ungrouped), **owners})
@@ -442,7 +442,7 @@ class Patterns:
         return targets, ignore
 
     def _places(self, owners: Mapping[str, str | None]) -> dict[str, _Place]:
-        """Find each layer in its block: by its last part if only layers of its group have that there, else by all."""
+        """Find the place of each layer in its block: by the last part of its name if its group alone has it there."""
         matches = ((name, self._in_list.fullmatch(name)) for name in owners)
         parts = {name: match.groups() for name, match in matches if match}
         groups_with: dict[tuple[str, str, str], set[str | None]] = {}
@@ -450,7 +450,7 @@ class Patterns:
             groups_with.setdefault((path, index, last), set()).add(owners[name])
         places = {}
         for name, (path, index, rest, last) in parts.items():
-            # The whole rest of a name has nothing between it and its block.
+            # Nothing comes between the whole rest of a name and its block.
             is_whole = len(groups_with[path, index, last]) > 1 or rest == last
             between, tail = ("", rest) if is_whole else (_ANY, last)
             places[name] = path, index, between, tail
@@ -474,7 +474,7 @@ class Patterns:
             key = (path, tuple(numbers), between)
             shared.setdefault(key, []).append(re.escape(tail))
         for (path, indices, between), ends in shared.items():
-            # vLLM's StableLM and GPT-J and SGLang's BERT do not look them up by their parts.
+            # vLLM's StableLM and GPT-J and SGLang's BERT look up fused layers by their own names.
             ends += [whole for parts, whole in FUSED.items() if set(parts) <= set(ends)]
             end, count = self.lists[path]
             number = r"\d+" if len(indices) == count else _either(indices)
@@ -483,7 +483,7 @@ class Patterns:
 
 
 def _needed(patterns: Sequence[str], members: Sequence[str]) -> list[str]:
-    """Drop patterns whose layers other patterns match too; loading warns of them."""
+    """Drop patterns whose layers other patterns match too, of which loading would warn."""
     kept = list(patterns)
     for pattern in patterns:
         others = [other for other in kept if other != pattern]
@@ -501,7 +501,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _own_end(path: list[str], paths: Sequence[list[str]]) -> str:
-    """Return a pattern for the shortest end of a list's name that no other list has."""
+    """Return a pattern for the shortest end of a list's name that no other list shares."""
     for k in range(1, len(path) + 1):
         if sum(other[-k:] == path[-k:] for other in paths) == 1:
             return rf"\.{_ANY}".join(re.escape(part) for part in path[-k:])

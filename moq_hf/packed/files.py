@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import MoQError, one_line, read_as, read_json
 
 CONFIG = "config.json"
-# It, and the one beside it for newer versions of transformers; see `refuse_older`.
+# It and those beside it for newer versions of transformers; see `refuse_older`.
 CONFIGS = re.compile(r"config(\.[\d.]+)?\.json")
 # Holds the adapters of a `PeftModel`, in the folder of its base model.
 ADAPTER = "adapter"
@@ -50,13 +50,13 @@ _UNFINISHED = "no packed checkpoint, or one whose saving was interrupted"
 
 
 def active_adapter(model: Any) -> str:
-    """Where in a folder PEFT writes the active adapter of a `PeftModel`; all but `default` have one of their own."""
+    """The subfolder in which PEFT writes the active adapter of a `PeftModel`; all but `default` have their own."""
     name: str = model.active_adapter
     return ADAPTER if name == "default" else f"{ADAPTER}/{name}"
 
 
 def _index_of(folder: Path) -> dict[str, str] | None:
-    """The weight file of each tensor, as the index says; None where there is one file, which counts first."""
+    """The weight file of each tensor, as the index says; None if there is a single file, which is preferred."""
     path = folder / INDEX
     if (folder / SINGLE).exists() or not path.exists():
         return None
@@ -99,7 +99,7 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of a folder's weight files; 0 where there are none."""
+    """Bytes of a folder's weight files; 0 if there are none."""
     return sum(path.stat().st_size for path in weight_files(folder) if path.is_file())
 
 
@@ -111,7 +111,7 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def digest_of_configs(folder: Path) -> str | None:
-    """A checksum of `config.json` and of those beside it for newer versions; None without one, as of a custom class."""
+    """A checksum of `config.json` and those beside it for newer versions; None if a custom class has no config."""
     paths = sorted(path for path in folder.iterdir() if CONFIGS.fullmatch(path.name))
     text = b"".join(path.read_bytes() for path in paths)
     return hashlib.sha256(text).hexdigest() if paths else None
@@ -152,11 +152,11 @@ def save_beside(folder: Path, save: Callable[[Path], Any]) -> str | None:
     """Write files that a model does not need, all or none of them.
 
     Args:
-        folder: The model's.
-        save: Writes them into a folder that it is given.
+        folder: The model's folder.
+        save: Writes them into the folder that it is given.
 
     Returns:
-        Why they are not there; None if they are.
+        Why they could not be written; None if they were.
     """
     with tempfile.TemporaryDirectory(prefix=".", dir=folder) as place:
         try:
@@ -169,7 +169,7 @@ def save_beside(folder: Path, save: Callable[[Path], Any]) -> str | None:
 
 
 def move_files(source: Path, target: Path, last: Collection[str] = ()) -> None:
-    """Move the files below a folder to the same places below another one; `last` names those that come last."""
+    """Move the files below a folder to the same places below another one, those named in `last` at the end."""
     for path in sorted(source.rglob("*"), key=lambda path: path.name in last):
         if path.is_file():
             place = target / path.relative_to(source)
@@ -193,9 +193,9 @@ def new_path(out: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def alone_at(target: Path) -> Iterator[None]:
-    """Hold a lock on the folder of a target, which a process that is killed lets go of.
+    """Hold a lock on the folder of a target; if the process is killed, the lock is released.
 
-    On Windows, and on file systems without locks, there is none.
+    On Windows, and on file systems without locks, nothing is locked.
     """
     with contextlib.ExitStack() as held:
         with contextlib.suppress(ImportError, OSError):
@@ -213,19 +213,19 @@ def alone_at(target: Path) -> Iterator[None]:
 def staged(
     target: Path, what: str = "", publish: Callable[[Path, Path], None] | None = None
 ) -> Iterator[Path]:
-    """A path beside `target` to write a file or a folder to; where nothing is raised, it becomes `target` at the end.
+    """A path beside `target` to write a file or a folder to; if nothing is raised, it becomes `target` at the end.
 
     Args:
-        target: The path in the end.
+        target: The final path.
         what: Names the contents in an error.
-        publish: Moves the files into a folder that exists already. They are first
-            written inside that folder then, because it may be a file system of its own.
+        publish: Moves the files into a folder that exists already. They are then first
+            written inside that folder, which may be on another file system.
 
     Raises:
         MoQError: Something cannot be written.
     """
     is_there = publish is not None and target.is_dir()
-    # The Trainer, which may upload the output folder just now, leaves out such names.
+    # The Trainer may be uploading the output folder, and leaves out such names.
     staging = (
         target / ".writing" if is_there else target.with_name(f"_{target.name}.writing")
     )

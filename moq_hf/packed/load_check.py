@@ -22,7 +22,7 @@ from ..lora import is_merged
 from ..model.convert import quantized_layers
 from ..model.inventory import is_packed
 from ..names import named_modules, plain_name, uncompiled, without_fsdp, without_peft
-from ..processes import is_gathered_per_pass
+from ..processes import has_gathered_weights
 from ..quant_linear import QuantLayer
 from ..seams.sentence_transformers import body_of
 from ..seams.transformers import attention_to_load, has_loss_of_its_own
@@ -36,37 +36,38 @@ from .files import active_adapter
 # Where all weights are equal, outputs may differ by the rounding of another kernel,
 # relative to the largest output.
 ROUNDING = 1e-5
-# Tokens of a prompt, and of what is generated after it.
+# The number of tokens in a prompt, and of tokens generated after it.
 _PROMPT = 8
 _GENERATED = 4
-# The name of those among the outputs.
+# The name of generated tokens among the outputs.
 _TOKENS = "tokens"
-# How many of the modules that differ are named.
+# At most so many of the modules that differ are named.
 _NAMED = 5
 _NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True)
 class Proof:
-    """How the outputs of a folder that `from_pretrained` loaded compare with those of the model in memory.
+    """The comparison of a folder that `from_pretrained` loaded with the model in memory, by their outputs.
 
     Attributes:
         agrees: Whether it computes what the model does; None if that is not known.
         examples: How many examples were compared.
-        largest_difference: The largest of all outputs; None if none could be compared.
-        tokens: How many tokens each of the two generated for the comparison; None where
+        largest_difference: The largest difference of all outputs; None if none could be
+            compared.
+        tokens: How many tokens each of the two generated for the comparison; None if
             the model in memory does not generate.
         reason: Why it does not agree, or why that is not known; None if it does.
-        inputs: What both computed with where training rounds the inputs of layers:
-            "rounded", as the files say, or "float", since they cannot say so; None
-            where training does not.
-        dtype: The one that the loaded model was cast to, since it loads in another
-            one than the model in memory has; None where it needed no cast.
+        inputs: The inputs of layers with which both computed, if training rounds them:
+            "rounded", as the files say, or "float", since the files cannot say so; None
+            if training does not round them.
+        dtype: The dtype to which the loaded model was cast, since it loads in another
+            dtype than the model in memory has; None if no cast was needed.
         kept: Globs for the names of tensors that were not cast, since the model in
-            memory has them in another dtype; none where `.to(dtype)` casts all.
+            memory has them in another dtype; empty if `.to(dtype)` casts all.
         autocast: The dtype of the autocast under which both answered; None without.
-        attention: The `attn_implementation` that `from_pretrained` was given, since the
-            model in memory has another one than it would choose; else None.
+        attention: The `attn_implementation` that `from_pretrained` was given, since it
+            would choose another one than the model in memory has; else None.
 
     >>> print(Proof(True, 4, 0.0, 8, None))
     Verified: loaded with plain transformers, the saved model gives identical outputs (4 examples, 8 generated tokens)
@@ -110,7 +111,7 @@ class Proof:
 
 
 def has_failed(proof: Proof | None) -> TypeGuard[Proof]:
-    """Tell whether a folder was compared and does not compute what the model did."""
+    """True if a folder was compared and does not compute what the model did."""
     return proof is not None and proof.agrees is False
 
 
@@ -130,7 +131,7 @@ class ReferenceOutputs:
     Args:
         model: In any mode, which it keeps.
         inputs: A batch as the model's forward pass takes it, with labels or without.
-        autocast: The dtype that it is evaluated with under autocast; None: without
+        autocast: The dtype of the autocast under which it is evaluated; None: without
             autocast.
     """
 
@@ -145,8 +146,8 @@ class ReferenceOutputs:
         self._autocast = autocast
         sizes = (len(tensor) for tensor in tensors_of(inputs) if tensor.dim())
         self.examples = next(sizes, 0)
-        # With the inputs of layers rounded, where training does so, and without: not
-        # every folder can say how they are.
+        # With rounded inputs of layers (True), if training rounds them, and without:
+        # not every folder can say how they are rounded.
         self._answers: dict[bool, dict[str, Tensor]] = {}
         # Why there are no outputs, and the error that the batch raised.
         self.reason: str | None = None
@@ -183,7 +184,7 @@ class ReferenceOutputs:
 
     def _reference_answers(self) -> dict[str, Tensor]:
         answers = self._outputs_of(self.model)
-        # Where the model in memory cannot generate, the loaded one need not.
+        # If the model in memory cannot generate, the loaded one need not.
         with contextlib.suppress(Exception):
             answers |= self._tokens_of(self.model)
         return answers
@@ -193,11 +194,12 @@ class ReferenceOutputs:
 
         Args:
             folder: The folder.
-            rounded: Whether it says how inputs are rounded.
+            rounded: Whether the folder says how inputs are rounded.
         """
         from compressed_tensors.offload import as_single_threaded
 
-        # A model that was loaded from such a folder rounds by itself.
+        # A model in memory that was itself loaded from such a folder always rounds, and
+        # has one set of answers.
         answers = self._answers.get(rounded and self._rounds, {})
         tokens = answers.get(_TOKENS)
         inputs: Literal["rounded", "float"] | None = None
@@ -241,8 +243,8 @@ class ReferenceOutputs:
             loaded = self._load(folder)
             failure = "the loaded model fails"
             if _TOKENS in answers:
-                # Generation comes before any call of the model, since it must not need
-                # what the first call unpacks.
+                # Before any other call, since generation must work while nothing is
+                # unpacked yet.
                 self._tokens_of(loaded)
             unlike = self._cast(loaded)
             if unlike is not None:
@@ -263,7 +265,7 @@ class ReferenceOutputs:
         answers: Mapping[str, Tensor],
     ) -> _Verdict:
         if not found and not answers:
-            return _Verdict(None, "the model gives no tensor to compare")
+            return _Verdict(None, "the model returns no tensor to compare")
         apart: dict[str, float] = {}
         for name, what, largest in differences(found.items(), answers):
             if what != "value" and name != _TOKENS:
@@ -282,7 +284,7 @@ class ReferenceOutputs:
             largest <= ROUNDING * largest_value(answers[name])
             for name, largest in apart.items()
         )
-        if any(map(is_gathered_per_pass, self.model.parameters())):
+        if has_gathered_weights(self.model):
             # To compare the weights, the other processes would have to gather them.
             if is_small:
                 return _Verdict(None, f"{reason}, which may be rounding")
@@ -306,13 +308,11 @@ class ReferenceOutputs:
         return outputs
 
     def _tokens_of(self, model: Any) -> dict[str, Tensor]:
-        """Generate after two short prompts: tokens `[examples, 4]`, or nothing where the model does not generate."""
+        """Generate after two short prompts: tokens `[examples, 4]`, or nothing if the model does not generate."""
         main = model.main_input_name
-        # Processes whose texts end after different numbers of tokens would wait for
-        # each other.
-        if not model.can_generate() or any(
-            map(is_gathered_per_pass, model.parameters())
-        ):
+        # With sharded weights, processes whose texts end after different numbers of
+        # tokens would wait for each other.
+        if not model.can_generate() or has_gathered_weights(model):
             return {}
         prompts = {main: self._inputs[main][:2]}
         if "attention_mask" in self._inputs:
@@ -357,10 +357,10 @@ class ReferenceOutputs:
         return loaded.to(self._device).eval()
 
     def _cast(self, loaded: nn.Module) -> str | None:
-        """Give the loaded model the dtypes of the model in memory, as `how_to_load` tells a user to.
+        """Give the loaded model the dtypes of the model in memory, in the way that `how_to_load` tells a user.
 
         Returns:
-            Why no such lines do it; None where they do, or nothing is to be cast.
+            Why it cannot be done that way; None if it is done, or not needed.
         """
         if is_packed(loaded) and any(
             p.dtype != torch.float32 for p in self.model.parameters()
@@ -375,7 +375,7 @@ class ReferenceOutputs:
             if tensor.is_floating_point()
         }
         prefix = "" if without_peft(loaded) is loaded else "base_model.model."
-        # Scales of inputs, which the model in memory does not have, go with the rest.
+        # Scales of inputs are not in the model in memory, and are cast with the rest.
         wanted: dict[str, torch.dtype] = {}
         for name in found:
             plain = plain_name(name.removeprefix(prefix), ())
@@ -408,7 +408,7 @@ def _is_kept(name: str, patterns: Iterable[str]) -> bool:
 
 
 def patterns_of(names: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
-    """Globs for names, with `*` for the numbers of blocks unless that would match another name.
+    """Globs for names, with `*` for the numbers of blocks unless that would match one of the other names.
 
     >>> patterns_of(["layers.0.norm", "layers.1.norm"], ["layers.0.q"])
     ('layers.*.norm',)
@@ -434,7 +434,7 @@ def reference_to(model: nn.Module, inputs: Mapping[str, Any]) -> ReferenceOutput
     """The answers of a model to a batch that a user gave.
 
     Raises:
-        MoQError: It is no batch, or the model cannot answer it.
+        MoQError: It is not a batch, or the model cannot answer it.
     """
     check_batch(inputs)
     reference = ReferenceOutputs(model, inputs)
@@ -454,7 +454,7 @@ def kept_batch(
 ) -> dict[str, Any]:
     """A copy of a batch on the CPU, for use when training has ended.
 
-    A Trainer may replace the model's forward pass, as TRL does, by one with other
+    A Trainer may replace the model's forward pass, as TRL does, with one that has other
     arguments and outputs. The saved model has the forward pass of its class, so only
     the arguments of that one are kept, for both models.
 
@@ -506,11 +506,11 @@ def modules_with_other_weights(model: nn.Module, loaded: nn.Module) -> list[str]
 
 
 def used_tensors(model: nn.Module, added: Iterable[str] = ()) -> dict[str, Tensor]:
-    """A model's tensors as its forward pass uses them, under all their names, which are those without PEFT.
+    """A model's tensors as its forward pass uses them, under all their names, as they were before PEFT.
 
     Args:
         model: The model.
-        added: Modules of PEFT's, whose tensors are left out.
+        added: Modules that PEFT added, whose tensors are left out.
     """
     tensors = all_tensors(model, added)
     for name, layer in quantized_layers(without_peft(model)).items():
@@ -526,7 +526,7 @@ def used_tensors(model: nn.Module, added: Iterable[str] = ()) -> dict[str, Tenso
 
 
 def all_tensors(model: nn.Module, added: Iterable[str] = ()) -> dict[str, Tensor]:
-    """A model's parameters and buffers; see `used_tensors`."""
+    """A model's parameters and buffers, named as by `used_tensors`."""
     tensors = {}
     for module_name, module in named_modules(without_peft(model), every=True):
         for name, tensor in {**module._parameters, **module._buffers}.items():

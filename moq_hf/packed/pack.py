@@ -1,4 +1,4 @@
-"""`moq-hf pack`: the packed model of a run's checkpoint, made by one process that never holds the whole model."""
+"""`moq-hf pack`: packs the model of a run's checkpoint, in one process that never holds the whole model."""
 
 import contextlib
 import os
@@ -51,9 +51,9 @@ def pack_checkpoint(
 ) -> str:
     """Write the packed model of a checkpoint, as `MoQTrainer.save_model` would have written it at that step.
 
-    The model is made without memory for its weights. They are read one at a time,
-    wherever the checkpoint has them: safetensors, the shards of FSDP2, or the files of
-    DeepSpeed's ZeRO. No outputs are compared, since there is no model in memory.
+    The model is made without memory for its weights, which are read one at a time from
+    safetensors, the shards of FSDP2, or the files of DeepSpeed's ZeRO. No outputs are
+    compared, since there is no model in memory.
 
     Args:
         checkpoint: A folder `checkpoint-N` of a run with moq_hf.
@@ -79,7 +79,8 @@ def pack_checkpoint(
         raise MoQError(f"cannot pack {folder}: it is not a whole checkpoint ({fault})")
     if loads_as(folder) is not None:
         raise MoQError(
-            f"cannot pack {folder}: it is of Sentence Transformers; resume the run from it, whose end delivers"
+            f"cannot pack {folder}: it is a checkpoint of Sentence Transformers; resume the run from it, "
+            "which delivers the model at its end"
         )
     state = state_of_run(folder)
     if not has_begun(state):
@@ -125,7 +126,7 @@ def read_config(model: Path | str) -> PreTrainedConfig:
     Raises:
         MoQError: It cannot be read.
     """
-    # Unknown types, damaged files, no network.
+    # The type may be unknown, a file damaged, or the Hub out of reach.
     with explained(f"the config of {model} cannot be read"):
         document, _ = PreTrainedConfig.get_config_dict(model)
         if (
@@ -133,8 +134,8 @@ def read_config(model: Path | str) -> PreTrainedConfig:
             and document.get("model_type") not in transformers.CONFIG_MAPPING
         ):
             raise MoQError(
-                f"{model} comes with code of its own (auto_map in {CONFIG}), which moq-hf does not run; to pack a "
-                "checkpoint of it, resume its run from it: the end of training packs the model"
+                f"{model} comes with its own code (auto_map in {CONFIG}), which moq-hf does not run; to pack a "
+                "checkpoint of it, resume its run from there: the end of training packs the model"
             )
         config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
             model, trust_remote_code=False
@@ -157,10 +158,10 @@ def _weights_of(folder: Path) -> Weights:
         return zero_weights(zero)
     if (folder / "adapter_config.json").is_file():
         raise MoQError(
-            f"{folder} holds PEFT's adapters alone: load them with their base model, and call save_quantized"
+            f"{folder} holds only PEFT's adapters: load them with their base model, and call save_quantized"
         )
     raise MoQError(
-        f"{folder} is no folder checkpoint-N of a run: it holds no weights, neither {SINGLE}, nor {INDEX}, nor "
+        f"{folder} is not a folder checkpoint-N of a run: it holds no weights, neither {SINGLE}, nor {INDEX}, nor "
         f"{_SHARDS}, nor files of DeepSpeed"
     )
 
@@ -194,7 +195,7 @@ def empty_model(config: PreTrainedConfig, described: Path | str) -> PreTrainedMo
         MoQError: Its class is not one of transformers, or cannot be made so.
     """
     cls = model_class(config)
-    with explained(f"{cls.__name__} cannot be made of {CONFIG}"), torch.device("meta"):
+    with explained(f"{CONFIG} does not make a {cls.__name__}"), torch.device("meta"):
         shell: PreTrainedModel = cls(config).eval()
     if shell.can_generate():
         # The file need not exist.
@@ -206,7 +207,7 @@ def empty_model(config: PreTrainedConfig, described: Path | str) -> PreTrainedMo
 
 
 def _untie(shell: PreTrainedModel, weights: Weights) -> None:
-    """Give a parameter of its own to what the config ties, and the checkpoint has with other values."""
+    """Give tied modules separate parameters if the checkpoint has different values for them."""
     for name, other in tied_parameters(shell).items():
         if not {name, other} <= weights.specs.keys():
             continue
@@ -217,13 +218,13 @@ def _untie(shell: PreTrainedModel, weights: Weights) -> None:
 
 
 def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[str, str]:
-    """Find what the checkpoint calls the tensors of the model, which get the dtypes that they have there.
+    """Find the names of the model's tensors in the checkpoint, and give the model the dtypes of the checkpoint.
 
     Raises:
-        MoQError: It lacks some, or has others; names them.
+        MoQError: The checkpoint lacks tensors, or has others; names them.
     """
     wanted = dict(shell.state_dict(keep_vars=True))
-    # transformers writes some weights under other names than those of the modules.
+    # transformers writes some weights under names that differ from the modules'.
     written = {id(t): name for name, t in original_format(shell, wanted).items()}
     tied = tied_parameters(shell)
     # A weight that is saved under one of its names is there under all of them.
@@ -249,7 +250,7 @@ def _names_in(shell: PreTrainedModel, weights: Weights, folder: Path) -> dict[st
 
 
 def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
-    """Make the run's controller and bring it to where the checkpoint was."""
+    """Make the run's controller as it was at the checkpoint."""
     controller = MoQController(
         shell,
         state["config"],
@@ -263,7 +264,7 @@ def _controller(shell: nn.Module, state: Mapping[str, Any]) -> MoQController:
 
 
 def _float_metrics(folder: Path) -> dict[str, Any] | None:
-    """Read the metrics of the float model, which a run that trains one first keeps beside its checkpoints."""
+    """Read the metrics of the float model, which a run with `float_first` keeps beside its checkpoints."""
     with contextlib.suppress(OSError, MoQError):
         return read_json(folder.parent / FOLDER / METRICS) or None
     return None

@@ -1,4 +1,4 @@
-"""A packed checkpoint, read once: every tensor is as it was saved, every weight on the grid that it declares."""
+"""Reads a packed checkpoint once, and checks that tensors are as they were saved, and weights on their grids."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     """A tensor of a packed checkpoint.
 
     Attributes:
-        name: The layer's name, or that of a tensor that is no quantized weight.
+        name: The layer's name, or that of a tensor that is not a quantized weight.
         tensor: As the model computes with it.
         layer: How the weight is stored; None for any other tensor.
         codes: The weight's codes of up to 8 bits; see `stored_weights`.
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 def read_parts(directory: str | os.PathLike[str]) -> Iterator[Part]:
-    """Read a packed checkpoint, each tensor once, and check all of it on the way.
+    """Read a packed checkpoint, each tensor once, and check everything on the way.
 
     Args:
         directory: What `save_quantized` wrote.
@@ -72,8 +72,8 @@ def seal(folder: Path, state: dict[str, Any], layers: Mapping[str, WeightSpec]) 
 
     Args:
         folder: Holds the weights and the config.
-        state: Its content, but for the digests; gets them.
-        layers: Those of the state.
+        state: The content of `moq_state.json`, into which the digests are written.
+        layers: The layers in the state.
 
     Raises:
         MoQError: A weight is not on its grid; names the tensor.
@@ -87,10 +87,10 @@ def seal(folder: Path, state: dict[str, Any], layers: Mapping[str, WeightSpec]) 
 def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
     """The codes, scales and zero points of a packed checkpoint's layers of up to 8 bits, by the names of `by_matrix`.
 
-    Each row has scales of its own. Codes and zero points are signed: asymmetric ones
-    are less by 2^(bits-1) than those of `quantizer`. Where the files hold floats on
-    their grid, the codes are computed from them; a layer whose floats a half dtype
-    rounded is left out.
+    Each row has its own scales. Codes and zero points are signed: asymmetric ones are
+    2^(bits-1) less than those of `quantizer`. If the files hold floats on their grid, the
+    codes are computed from them; a layer whose floats were rounded to a half dtype is
+    left out.
 
     Args:
         directory: What `save_quantized` wrote.
@@ -108,7 +108,7 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
 def _parts(
     folder: Path, state: Mapping[str, Any], layers: Mapping[str, WeightSpec]
 ) -> Iterator[Part]:
-    """Yield the parts of a folder; a digest that the state has as None is put there.
+    """Yield the parts of a folder, and fill in digests that are None in the state.
 
     Raises:
         MoQError: As `read_parts`.
@@ -133,7 +133,7 @@ def _parts(
         return tensor
 
     weights = _weights_of(places)
-    # What modules are called in the files, where that is not their own name.
+    # The names of layers in the files, where they differ from their own.
     renamed = state["names"] or {}
     for name, layer in by_matrix(layers).items():
         place = renamed.get(name, name)
@@ -143,7 +143,7 @@ def _parts(
         scheme = None if layer.group is None else groups[layer.group]
         yield _part(name, StoredWeight(f"{folder}: {name}", layer, scheme, tensors))
         for other in layer.tied:
-            # It has the scales of this layer.
+            # A tied layer has the scales of this one.
             for there in weights.get(renamed.get(other, other), {}).values():
                 read(there)
     for name in list(unread):
@@ -177,7 +177,7 @@ def _groups_of(folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _weights_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Find the tensors of each weight: module to the last part of a name to the name."""
+    """Group the tensors of each weight: module -> last part of the name -> name."""
     weights: dict[str, dict[str, str]] = {}
     for name in names:
         owner, _, part = name.rpartition(".")
@@ -216,7 +216,7 @@ def _part(name: str, stored: StoredWeight) -> Part:
 
 
 def _signed(values: Quantized, bits: int) -> Quantized:
-    """Give each row scales of its own, and asymmetric codes a sign."""
+    """Give each row its own scales, and asymmetric codes a sign."""
     codes, scale, zero = per_row(values)
     if zero is None:
         return Quantized(codes, scale, None)

@@ -1,4 +1,4 @@
-"""`save_quantized`, and at the end of training a result whatever the model is: one model on its way into a folder."""
+"""Writes one model into a folder: `save_quantized`, and `deliver`, which leaves a result whatever the model is."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ from ..formats.table import LAYOUTS, Layout, at_full_size, first_layout, lacking
 from ..lora import is_merged
 from ..model.convert import quant_layers, quantized_layers
 from ..model.inventory import Inventory
-from ..model.sizes import ModelSizes, is_unpacked_while_loading
+from ..model.sizes import ModelSizes, has_lora_on, is_unpacked_while_loading
 from ..names import pretrained, uncompiled, without_peft
 from ..processes import is_gathered_per_pass
 from ..quant_linear import QuantLayer
@@ -80,9 +80,10 @@ from .verify import Verification, recorded
 
 logger = logging.getLogger(__name__)
 _CARD = "README.md"
-# Stands in each card that moq_hf writes.
+# Every card that moq_hf writes contains this.
 _MARK = b"Mixture-of-Quantization (moq_hf)"
-# With these of an older model transformers would load it, or its adapters, for the new one.
+# Left over from an older model, these would make transformers load it, or its adapters,
+# in place of the new one.
 _STALE_FILES = (
     "config.json",
     "adapter_config.json",
@@ -118,8 +119,7 @@ class Delivered:
         proof: How its answers compared with the model's; None if they were not.
         summary: Its form, how it was proven, and its size, in sentences.
         how_to_load: The Python expression that loads it, or lines that make `model`.
-        export: The command that writes it for another runtime; None where there is
-            none.
+        export: The command that writes it for another runtime; None if there is none.
     """
 
     path: Path
@@ -157,7 +157,7 @@ def save_quantized(
     one directory at once wait for each other.
 
     A `PeftModel` has its base model packed; `save_pretrained` writes its adapters into
-    the folder `adapter`, or into `lora` where they are merged into the model.
+    the folder `adapter`, or into `lora` if they are merged into the model.
 
     With `inputs` the files are then loaded by plain `from_pretrained` and compared with
     the model. Where a layout does not agree, the next one takes its place, and floats
@@ -169,10 +169,10 @@ def save_quantized(
         directory: The folder to write; made if missing.
         processing_class: Tokenizer or processor to save with the model.
         controller: The run's controller, for its history; without one the state holds
-            the config and the bits alone.
+            only the config and the bits.
         metrics: Figures to keep in `moq_state.json`.
         float_metrics: The same figures of a model that was trained in float.
-        state_dict: The model's float tensors, where they are not in the model itself: a
+        state_dict: The model's float tensors, if they are not in the model itself: a
             dict, or a mapping that makes each when it is asked for. At most one of the
             layers' weights is in memory at a time then.
         inputs: A batch as the model's forward pass takes it, to check the files with;
@@ -220,7 +220,7 @@ def save_quantized(
     reference = None if inputs is None else reference_to(model, inputs)
     saving = _Saving(model, directory, options)
     saved = saving.save(reference, layout)
-    # A run has told it before its first step.
+    # A run has said so before its first step.
     if controller is None and not saved.state["rounds_inputs"]:
         _warn_of_float_inputs(saving)
     done = saving.delivered(saved)
@@ -246,7 +246,8 @@ def deliver(
         options: What goes with the model.
         reference: The model's outputs, to check the files with; None does not load
             them.
-        layout: The one to write, else an error; None is the first that can be loaded.
+        layout: The layout to write, or an error is raised; None takes the first one
+            that can be loaded.
 
     Returns:
         What was written.
@@ -279,13 +280,13 @@ class _Saving:
         self.is_adapted = without_peft(self.whole_model) is not self.whole_model
         self.is_merged = is_merged(self.whole_model)
         self.whole = Inventory.of(self.whole_model, self.is_merged)
-        self._take(pretrained(self.whole_model))
+        self._save_part(pretrained(self.whole_model))
 
-    def _take(self, model: Any) -> None:
+    def _save_part(self, model: Any) -> None:
         """Save this part of the model, the one whose layers are encoded."""
         self.model = model
         self.inventory = Inventory.of(model, self.is_merged)
-        # Embedding tables stand last in the files.
+        # Embedding tables come last in the files.
         self.quantized = quant_layers(model) | quantized_layers(model)
         self.layers = without_peft_names(self.quantized, self.inventory.adapters)
         # `load_state_dict` ties nothing.
@@ -293,7 +294,7 @@ class _Saving:
         self.unties = False
         # Why `save_pretrained` does not write the files.
         self.by_hand: str | None = None
-        # Why files that the weights do not need are not there, by their names.
+        # Optional files that could not be written: name to the reason.
         self.not_saved: dict[str, str] = {}
 
     def save(
@@ -306,9 +307,8 @@ class _Saving:
 
         Args:
             reference: The model's outputs; None does not load the files.
-            layout: The one that is asked for.
-            may_be_floats: Whether floats take the place of codes that the installed
-                libraries cannot load.
+            layout: The layout that is asked for.
+            may_be_floats: Write floats where the installed libraries cannot load codes.
 
         Raises:
             MoQError: The model cannot be packed, or the files cannot be written.
@@ -321,14 +321,14 @@ class _Saving:
     def save_by_hand(self, reason: str) -> Verification:
         """Write any model as floats on their grid, as a last resort for one that cannot be packed.
 
-        The tensors lie in `model.safetensors` under their names in the state dict, for
+        The tensors are in `model.safetensors` under their names in the state dict, for
         `load_state_dict`. A model of transformers has its `config.json` beside them;
         where its class allows it, `from_pretrained` loads the folder.
 
         Raises:
             MoQError: The files cannot be written, or a weight holds NaN or Inf.
         """
-        self._take(without_peft(self.whole_model))
+        self._save_part(without_peft(self.whole_model))
         self.by_hand = reason
         return self._save_first_of(["floats"], reason, None)
 
@@ -350,7 +350,7 @@ class _Saving:
                 # process that is killed for it has delivered.
                 proof = self._prove(reference, encoder)
                 if proof.agrees is False:
-                    # The best layout is the one that is missed.
+                    # The first failure is that of the best layout.
                     reason = reason or f"{layout}: {proof.reason}"
                 saved = self._record(saved, proof, reason)
                 if proof.agrees is not False:
@@ -367,7 +367,7 @@ class _Saving:
         return saved
 
     def _told(self) -> str:
-        """What a run has said at its start of layers at full size."""
+        """The warning about layers at full size that the run gave at its start."""
         controller = self.options.controller
         if controller is None:
             return ""
@@ -380,7 +380,7 @@ class _Saving:
             load = f"model.load_state_dict(load_file({quoted(folder / SINGLE)}))"
         else:
             _, load = how_to_load(saved, folder, str(folder), self.whole_model)
-            # A single line is told as the expression that it is.
+            # A single line is shown as an expression.
             if "\n" not in load:
                 load = load.removeprefix("model = ")
         export = export_command(folder)
@@ -390,7 +390,7 @@ class _Saving:
 
     def _prove(self, reference: ReferenceOutputs, encoder: Encoder) -> Proof:
         if self.not_saved and body_of(self.whole_model) is not None:
-            # No layout could be compared.
+            # No layout could be loaded to compare.
             why = "Sentence Transformers loads no folder without a tokenizer"
             return Proof(None, reference.examples, None, None, why)
         return reference.prove(self.target, encoder.rounds_inputs)
@@ -430,13 +430,14 @@ class _Saving:
         """Write the tensors, and `config.json` with the quantization config."""
         size = self.options.max_shard_size
         with without_generation_config(self.model):
-            # The class's own: a quantized model says of its floats that they are some.
+            # The method of the class: that of a quantized model warns that it saves
+            # floats.
             type(self.model).save_pretrained(
                 self.model,
                 folder,
                 state_dict=encoder.rename(self.model, tensors),
                 **({} if size is None else {"max_shard_size": size}),
-                # The tensors have their names in the files already.
+                # The tensors are already named as in the files.
                 save_original_format=False,
             )
         path = folder / CONFIG
@@ -490,13 +491,13 @@ class _Saving:
             self._beside(folder, name, lambda place: part.save_pretrained(place))
 
     def _beside(self, folder: Path, name: str, save: Callable[[Path], Any]) -> None:
-        """Write files that the weights do not need, or note why they are not there."""
+        """Write files that the weights do not need, or note why that failed."""
         fault = save_beside(folder, save)
         if fault is not None:
             self.not_saved[name] = fault
 
     def _encoder(self, layout: Layout) -> Encoder:
-        """Make the encoder of a layout, without the layers that are tied to another one, whose weight is stored."""
+        """Make the encoder of a layout; of layers that share a weight, it has the one under which that is stored."""
         tied: dict[str, list[str]] = {}
         for parameter, source in self.tied.items():
             layer = source.rpartition(".")[0]
@@ -508,7 +509,7 @@ class _Saving:
         return Encoder(self.inventory, layers, layout, tied)
 
     def _ties(self) -> tuple[dict[str, str], bool]:
-        """Return what `from_pretrained` ties again, and whether the config must say otherwise."""
+        """Return the parameters that `from_pretrained` ties again, and whether the config must be untied."""
         parameters = dict(self.inventory.parameters())
         named = without_peft_names(parameters, self.inventory.adapters)
         return ties_in_files(self.model, named)
@@ -535,7 +536,7 @@ class _Saving:
         layers, inside = (part.instances(QuantLayer) for part in parts)
         if len(layers) > len(inside):
             raise MoQError(
-                "quantized layers lie outside of the model of transformers: leave them in full precision "
+                "quantized layers are outside of the model of transformers: leave them in full precision "
                 "(heads: false)"
             )
         if self.target.exists() and not self.target.is_dir():
@@ -575,14 +576,14 @@ class _Saving:
     def _layouts(
         self, wanted: Layout | None, may_be_floats: bool
     ) -> tuple[Sequence[Layout], str | None]:
-        """Return the layouts that the installed libraries can load, the best one first; floats are right for any model.
+        """Return the layouts that the installed libraries can load, the best one first; floats suit any model.
 
-        Where one is wanted, it is that one. Without codes there are floats alone, and
-        where the libraries are too old for codes too, with the reason.
+        A wanted layout is the only one. A model without codes has floats alone, and so
+        has one whose codes need newer libraries; the reason is returned too.
 
         Raises:
-            MoQError: They cannot load the one that is wanted, or any with codes, where
-                `may_be_floats` does not allow that.
+            MoQError: The libraries cannot load the wanted layout, or none with codes
+                and `may_be_floats` is false.
         """
         layouts = self._loaded_by_newest(wanted)
         older = {layout: lacking(self._encoder(layout).needs) for layout in layouts}
@@ -599,10 +600,10 @@ class _Saving:
         return ["floats"], reason
 
     def _loaded_by_newest(self, wanted: Layout | None) -> Sequence[Layout]:
-        """The same for the newest version of transformers.
+        """Return the layouts that the newest version of transformers can load, the best one first.
 
         Raises:
-            MoQError: It cannot load the one that is wanted.
+            MoQError: It cannot load the wanted layout.
         """
         specs = [WeightSpec.of(layer) for layer in self.layers.values()]
         first = first_layout(self.model.config.model_type, specs)
@@ -619,20 +620,14 @@ class _Saving:
         # Servers take asymmetric grids as they are unpacked while loading; tables of
         # more bits would be dense there.
         served = encoder.is_asymmetric and not encoder.tables
-        # A model in half precision whose scales are wider would be packed as a float32
-        # one, for its user to cast; unpacked while loading it has its own dtype. One in
-        # float64 would be rounded.
+        # Packed, a model in half precision with wider scales would load in float32, for
+        # its user to cast; unpacked while loading it has its own dtype. A float64 model
+        # would be rounded.
         is_cast = encoder.dtype not in encoder.dtypes and not encoder.rounds_inputs
         is_cast &= len(encoder.model_dtypes) == 1
         is_cast &= len(encoder.widths) == 1 or "float64" in encoder.dtypes
         has_one_width = ModelSizes(self.whole, self.quantized).has_one_width
-        # PEFT's LoRA wants the weights of layers as soon as it is given the model.
-        path = self.whole.name_of(self.model)
-        adapted = {
-            name.removeprefix(f"{path}.").removesuffix(".lora_A")
-            for name in self.whole.adapters
-        }
-        has_lora = not self.is_merged and not adapted.isdisjoint(encoder.packed)
+        has_lora = has_lora_on(self.whole, self.model, encoder.packed)
         if served or is_cast or has_one_width or has_lora:
             tried = ["unpacked", "packed", "floats"]
         fails = {
@@ -648,12 +643,12 @@ class _Saving:
         return [wanted]
 
     def _encode(self, encoder: Encoder) -> tuple[dict[str, Tensor], int]:
-        """Return the tensors of the files by name, and the bytes of all that are no quantized weights.
+        """Return the tensors of the files by name, and the bytes of those that are not quantized weights.
 
         Float weights are read and encoded one by one.
 
         Raises:
-            MoQError: A weight is no parameter any more, or holds NaN or Inf.
+            MoQError: A weight is not a parameter any more, or holds NaN or Inf.
         """
         given = self.options.state_dict
         source = given or self.model.state_dict()
@@ -670,7 +665,7 @@ class _Saving:
         computed = [name for name, weight in weights.items() if weight not in names]
         if computed:
             raise MoQError(
-                f"the weights of {', '.join(computed)} are computed anew in each forward pass, by torch.nn.utils.prune "
+                f"the weights of {', '.join(computed)} are recomputed in each forward pass, by torch.nn.utils.prune "
                 "for instance: make them parameters again (prune.remove), then save"
             )
         others = set().union(*encoder.tied.values())
@@ -693,7 +688,7 @@ class _Saving:
             if key in owners:
                 second_names[name] = owners[key]
                 continue
-            # Names that loading ties go on sharing a tensor; others are stored each.
+            # Names that loading ties keep sharing a tensor; any other has a copy.
             place = key if name in tied else name
             if place not in kept:
                 tensor = source[source_name]
@@ -713,7 +708,7 @@ class _Saving:
         return tensors, sum(rest.values())
 
     def _state(self, folder: Path, encoder: Encoder, rest: int) -> dict[str, Any]:
-        """Give the content of `moq_state.json`, but for the digests of the tensors."""
+        """Return the content of `moq_state.json`, without the digests of the tensors."""
         sizes = ModelSizes(self.whole, self.quantized)
         saved = sum(layer.bytes_before for layer in encoder.stored.values())
         return state_of(self.layers, encoder.stored, self.options.controller) | {
@@ -722,12 +717,12 @@ class _Saving:
             "names": encoder.names,
             "layout": encoder.layout,
             "needs": encoder.needs,
-            # Where no config holds them.
+            # For layouts whose config does not hold them.
             "groups": encoder.groups
             if LAYOUTS[encoder.layout].has_own_method
             else None,
             "reason": self.by_hand and without_paths(self.by_hand),
-            # Until the files were compared.
+            # Filled in when the files have been compared.
             "proof": None,
             "by_hand": self.by_hand is not None,
             "rounds_inputs": encoder.rounds_inputs,
@@ -738,7 +733,7 @@ class _Saving:
                 "mean_bits": sizes.mean_bits,
             },
             "float_bytes": saved + rest,
-            # Those of the files, which are read back.
+            # Filled in by `seal`, which reads the files back.
             "tensors": {},
             "config_json": digest_of_configs(folder),
             # The next model that is saved here deletes these.
@@ -756,7 +751,7 @@ class _Saving:
             write_state(self.target, state)
         except OSError as error:
             logger.warning(
-                "moq_hf: %s goes on to say that nothing was compared, since it cannot be written: %s",
+                "moq_hf: %s still says that nothing was compared, since it cannot be written: %s",
                 self.target / STATE_NAME,
                 error,
             )
@@ -765,7 +760,7 @@ class _Saving:
     def _write_card(self, saved: Verification) -> None:
         path = self.target / _CARD
         if path.exists():
-            logger.info("%s is not moq_hf's: it stays", path)
+            logger.info("%s was not written by moq_hf, so it stays", path)
             return
         try:
             run = self.options.run
@@ -779,7 +774,7 @@ class _Saving:
                 data = ModelCardData(base_model=base)
                 write_card(self.target, data, found=saved, model=self.whole_model)
         except Exception as error:
-            # Half a card would be taken for somebody else's.
+            # Half a card would be taken for the user's own.
             path.unlink(missing_ok=True)
             logger.warning(
                 "moq_hf: %s has no model card: %s",
@@ -792,7 +787,7 @@ def _save_generation_config(config: GenerationConfig, folder: Path) -> None:
     try:
         config.save_pretrained(folder)
     except ValueError:
-        # Saving refuses what is of no effect, as a temperature without sampling, and
+        # Saving refuses settings without effect, such as a temperature without sampling;
         # loading does not.
         config.to_json_file(folder / GENERATION_CONFIG_NAME)
         type(config).from_pretrained(str(folder))
@@ -801,25 +796,25 @@ def _save_generation_config(config: GenerationConfig, folder: Path) -> None:
 def _write_adapter(
     folder: Path, model: Any, state_dict: Mapping[str, Tensor] | None
 ) -> None:
-    """Write PEFT's own files, but for paths on this machine and the card that has one."""
-    # The folder has the tables already, as they are quantized.
+    """Write PEFT's own files, without the card and without paths of this machine."""
+    # The folder has the quantized tables already.
     with_tables = "auto" if is_merged(model) else False
     type(model).save_pretrained(
         model, folder, state_dict=state_dict, save_embedding_layers=with_tables
     )
     (folder / "README.md").unlink(missing_ok=True)
-    # Those of other adapters than the first lie in folders of their own.
+    # Every adapter but the first has a separate folder.
     for path in folder.rglob("adapter_config.json"):
         document = without_start(read_json(path))
         base = hub_id(document.get("base_model_name_or_path"))
-        # A start that changed the base makes the delivered one the only one.
+        # An adapter whose initialization changed the base fits the delivered base alone.
         document["base_model_name_or_path"] = None if start_in_base(model) else base
         write_json(path, document)
 
 
 def _publish(staging: Path, target: Path) -> None:
     """Move the written files into place, so that a half-written model never loads."""
-    # Nothing loads without one of these two, while a class of transformers makes do
+    # Nothing loads without one of these two, whereas a class of transformers loads
     # without a config. So the old ones are deleted first, and the new one comes last.
     entries = (SINGLE, INDEX)
     for name in entries:
@@ -838,7 +833,7 @@ def _publish(staging: Path, target: Path) -> None:
 
 
 def _warn_of_float_inputs(saving: _Saving) -> None:
-    """Warn where the model rounds inputs and its folder does not."""
+    """Warn if the model rounds inputs and its folder does not."""
     rounded = {
         name: layer.moq.inputs
         for name, layer in saving.layers.items()
@@ -866,7 +861,7 @@ def _warn(
     reason: str | None,
     told: str,
 ) -> None:
-    """Say what of the model is not packed, where `told` does not say it, and what does not compute the same."""
+    """Warn of weights that are not packed, unless `told` has done so, and of files that compute something else."""
     reasons: dict[str, list[str]] = {}
     for name, layer in encoder.stored.items():
         if not layer.has_codes:
@@ -895,11 +890,11 @@ def _warn(
         )
     elif reason is not None:
         way = "unpacked" if LAYOUTS[encoder.layout].unpacks else "left packed"
-        # The rest is the text of an error, which would read as one of the run.
+        # What follows is an error's text, which would read as if the run had failed.
         tried = reason.partition(" (")[0]
         logger.warning(
-            "moq_hf: %s is delivered with weights that are %s while loading, since what was tried first does not do "
-            "for this model (%s; in full in %s)",
+            "moq_hf: %s is delivered with weights that are %s while loading, since the layout that was tried first "
+            "does not work for this model (%s; in full in %s)",
             target,
             way,
             tried,

@@ -1,4 +1,4 @@
-"""`moq_state.json`: what it holds, how it is written, and how it is read and checked."""
+"""`moq_state.json`: its content, how it is written, and how it is read and checked."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ from .files import ADAPTER, CONFIG, read_document, tokenizer_files
 from .load_check import Proof, has_failed
 
 STATE_NAME = "moq_state.json"
-# Format 1 was that of 0.1.0, which is not read any more.
+# Format 1 was that of 0.1.0, and is no longer read.
 STATE_FORMAT = 2
 
 
@@ -63,7 +63,7 @@ class StoredLayer(TypedDict):
 
 
 class Counted(TypedDict):
-    """How many parameters are quantized, how many there are, and how many bits they have on average."""
+    """The number of quantized parameters, of all parameters, and the bits that they have on average."""
 
     quantized: Positive
     total: Positive
@@ -100,7 +100,7 @@ def state_of(
     stored: Mapping[str, WeightSpec],
     controller: MoQController | None,
 ) -> dict[str, Any]:
-    """What `moq_state.json` holds of a model and its run."""
+    """The part of `moq_state.json` that describes a model and its run."""
     versions = {
         "moq_hf": __version__,
         "torch": str(torch.__version__),
@@ -129,7 +129,7 @@ def state_of(
 
 
 def _in_state(spec: WeightSpec) -> dict[str, Any]:
-    """A weight as `moq_state.json` has it."""
+    """A weight's entry in `moq_state.json`."""
     same = {key: getattr(spec, key) for key in StoredLayer.__annotations__}
     return {**same, "grid": spec.grid_text}
 
@@ -157,8 +157,8 @@ def _from_state(name: str, stored: StoredLayer) -> WeightSpec:
 def shareable(config: dict[str, Any]) -> dict[str, Any]:
     """A config without the path of a teacher on this machine; its Hub id stays.
 
-    >>> shareable({"seed": 1, "distillation": {"teacher": "/srv/somebody/teacher", "temperature": 2.0}})
-    {'seed': 1, 'distillation': {'teacher': None, 'temperature': 2.0}}
+    >>> shareable({"seed": 1, "distillation": {"teacher": "/srv/somebody/teacher", "hidden": 2.0}})
+    {'seed': 1, 'distillation': {'teacher': None, 'hidden': 2.0}}
     """
     distillation = config["distillation"]
     teacher = hub_id(distillation["teacher"])
@@ -175,7 +175,7 @@ def without_paths(text: str) -> str:
 
 
 def hub_id(name: str | None) -> str | None:
-    """The Hub id that a model was loaded from; None for a path, which is nobody else's business.
+    """The Hub id that a model was loaded from; None for a path, which is private.
 
     >>> hub_id("google-bert/bert-base-cased"), hub_id("/srv/somebody/bert")
     ('google-bert/bert-base-cased', None)
@@ -194,9 +194,9 @@ def record_metrics(
 
     Args:
         directory: What `save_quantized` wrote.
-        metrics: Figures by name, instead of those that are there.
-        float_metrics: Those of a model that was trained in float; None leaves what is
-            there.
+        metrics: Figures by name, which replace those that are there.
+        float_metrics: Figures of a model that was trained in float; None keeps those
+            that are there.
 
     Raises:
         MoQError: There is no such file, or it is damaged or cannot be written.
@@ -211,13 +211,13 @@ def record_metrics(
 
 
 def clean_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as JSON has them, sorted: finite numbers as they are, others as null, anything else as text.
+    """Metrics for JSON, sorted: finite numbers as they are, other numbers as null, anything else as text.
 
     >>> clean_metrics({"f1": torch.tensor(0.5), "odd": float("nan"), "matrix": [1, 2]})
     {'f1': 0.5, 'matrix': '[1, 2]', 'odd': None}
     """
     clean: dict[str, Any] = {}
-    # Sorted as checkpoints have them, so that a resumed run writes the same.
+    # Sorted as in checkpoints, so that a resumed run writes the same.
     for name, value in sorted(metrics.items()):
         if isinstance(value, (bool, int, str)) or value is None:
             clean[name] = value
@@ -244,10 +244,10 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The content of `moq_state.json`, its digest and format checked.
+    """The content of `moq_state.json`, with its digest and format checked.
 
     Raises:
-        MoQError: It is missing, damaged, or of another version of moq_hf.
+        MoQError: It is missing, damaged, or from another version of moq_hf.
     """
     if not folder.is_dir():
         raise MoQError(f"{folder} is not a directory")
@@ -264,7 +264,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         versions = state.get("versions")
         writer = versions.get("moq_hf") if isinstance(versions, dict) else None
         raise MoQError(
-            f"{path} is of format {show(state.get('format'))}, written by moq_hf {show(writer)}, and this is moq_hf "
+            f"{path} has format {show(state.get('format'))}, written by moq_hf {show(writer)}, and this is moq_hf "
             f"{__version__}, which reads format {STATE_FORMAT}; plain transformers loads the folder all the same"
         )
     return state
@@ -274,8 +274,8 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, WeightSpec]]:
     """The state of a packed checkpoint, and its layers.
 
     Raises:
-        MoQError: A value is not of the type or in the range of what is written; names
-            the file and the key.
+        MoQError: A value has another type or range than is ever written; names the file
+            and the key.
     """
     state = read_state(folder)
     where = str(folder / STATE_NAME)
@@ -285,12 +285,12 @@ def read_layers(folder: Path) -> tuple[dict[str, Any], dict[str, WeightSpec]]:
         place = f"{where}: layers.{show_key(name)}.scales"
         with explained(place):
             if layer.scales != stored["scales"]:
-                raise MoQError(f"{place} are not those of its shape")
+                raise MoQError(f"{place} do not fit its shape")
     return state, layers
 
 
 def proof_in(state: Mapping[str, Any]) -> Proof | None:
-    """The proof in a state that was read; None if nothing was tried."""
+    """The proof in a state that was read; None if nothing was compared."""
     return Proof(**state["proof"]) if state["proof"] else None
 
 
@@ -306,7 +306,7 @@ def check_taken(directory: Path, server: Server) -> None:
 
 
 def export_command(folder: Path) -> str | None:
-    """The command that writes a packed checkpoint for another runtime; None where it was tried with none.
+    """The command that exports a packed checkpoint to a runtime on which its class was tried; None if there is none.
 
     Args:
         folder: What `save_quantized` wrote, with its tokenizer or processor, which
@@ -330,7 +330,7 @@ def export_command(folder: Path) -> str | None:
 
 
 def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
-    """What each server makes of a packed checkpoint; its weights are not looked at.
+    """Decide which servers take a packed checkpoint, without reading its weights.
 
     Args:
         directory: What `save_quantized` wrote.

@@ -1,4 +1,4 @@
-"""`verify_quantized`: the files are as they were saved, and hold the weights of a model."""
+"""`verify_quantized`: checks that the files are as they were saved, and hold the weights of a model."""
 
 import copy
 import html
@@ -53,7 +53,7 @@ class Verification:
 
     @property
     def loads_by_hand(self) -> bool:
-        """Whether `from_pretrained` makes another model than was evaluated, or none."""
+        """True if `from_pretrained` does not make the model that was evaluated."""
         return has_failed(self.proof) or cast(bool, self.state["by_hand"])
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Verification:
         return f"{form}{proof}. {megabytes(self.file_bytes)}, float {before}."
 
     def verdict(self) -> str:
-        """Two lines for a terminal: the files are whole, and so they compared when they were saved."""
+        """Two lines for a terminal: the files are intact, and how they compared with the model when they were saved."""
         summary = f"{self.proof}." if has_failed(self.proof) else self.summary()
         version = self.state["versions"].get("transformers")
         return (
@@ -112,7 +112,7 @@ class Verification:
         )
 
     def _repr_html_(self) -> str:
-        """The summary, and the table to unfold, for a notebook."""
+        """The summary, and a table that unfolds, for a notebook."""
         layers = f"<details><summary>Layers</summary><pre>{html.escape(self.table())}</pre></details>"
         return f"<p>{html.escape(self.summary())}</p>{layers}"
 
@@ -122,18 +122,18 @@ class Verification:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """How many parameters of the model are quantized, and how many there are, each counted once."""
+        """The number of quantized parameters, and that of all parameters of the model, each counted once."""
         counted = self.state["parameters"]
         return counted["quantized"], counted["total"]
 
     @property
     def mean_bits(self) -> float:
-        """Bits per parameter of the whole model; a parameter that is not quantized has those of its dtype."""
+        """Bits per parameter of the whole model; parameters that are not quantized count with their dtype."""
         return cast(float, self.state["parameters"]["mean_bits"])
 
     @property
     def quantized_bytes(self) -> tuple[int, int]:
-        """Bytes of the quantized layers' weights, and what they took in float."""
+        """Bytes of the quantized layers' weights, now and in float."""
         layers = self.layers.values()
         return sum(layer.bytes for layer in layers), sum(
             layer.bytes_before for layer in layers
@@ -156,7 +156,7 @@ def verify_quantized(
         model: The model that was saved: its weights, as its forward pass uses them,
             must be those in the files.
         inputs: A batch as the model's forward pass takes it: plain `from_pretrained`
-            loads the folder, and its outputs must be the model's.
+            loads the folder, and must give the same outputs.
 
     Returns:
         The layers with their sizes.
@@ -188,13 +188,13 @@ def verify_quantized(
 
 
 def recorded(directory: str | os.PathLike[str]) -> Verification:
-    """A packed checkpoint as `moq_state.json` describes it, without a look at its weights.
+    """A packed checkpoint as `moq_state.json` describes it, without reading its weights.
 
     Args:
         directory: What `save_quantized` wrote.
 
     Returns:
-        As from `verify_quantized`; the files have 0 bytes where there are none.
+        As from `verify_quantized`; `file_bytes` is 0 if there are no files.
 
     Raises:
         MoQError: The state is missing or damaged; names the file and the key.
@@ -218,14 +218,14 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _compare(folder: Path, model: nn.Module, saved: Verification) -> None:
-    """Compare the tensors in the files with those of a model; those that loading makes or ties need not be there.
+    """Compare the tensors in the files with those of a model; tensors that loading makes or ties may be missing.
 
     Raises:
         MoQError: They differ; names the first tensor, or all that are missing.
     """
     expected = weights_of(model)
     if saved.state["names"] is not None:
-        # Weights that would be taken apart have the names of their modules in the files.
+        # Weights that saving would split have the names of their modules in the files.
         expected |= original_format(pretrained(model), expected)
     parts = ((part.parameter, part.tensor) for part in read_parts(folder))
     missing = []
@@ -238,7 +238,7 @@ def _compare(folder: Path, model: nn.Module, saved: Verification) -> None:
     there = {_memory_of(expected[name]) for name in expected.keys() - missing}
     base = pretrained(model)
     wanted = base.state_dict().keys() - tied_parameters(base).keys() - never_saved(base)
-    # The files may have those of experts matrix by matrix.
+    # The files may hold experts matrix by matrix.
     wanted -= {parameter_of(name, layer.kind) for name, layer in saved.layers.items()}
     lacking = [
         name

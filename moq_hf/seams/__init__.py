@@ -1,1 +1,1 @@
-"""What moq_hf uses of the private surface of its libraries: each seam says what would break."""
+"""The private names of its libraries that moq_hf uses; each seam says what would break without them."""

@@ -1,7 +1,7 @@
-"""What moq_hf uses of the private surface of the engines that take weights apart: FSDP and DeepSpeed.
+"""The private names that moq_hf uses of the engines that shard weights: FSDP and DeepSpeed.
 
 As in `seams.transformers`, each name says what it relies on, and what would break; its
-test tells when that is gone.
+test fails when that is gone.
 """
 
 from typing import Final
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 FSDP2: Final = "FSDPModule"
 """The class that `fully_shard` adds in front of a module's own class.
 
-Relies on: Its name and its place.
+Relies on: The name, and its place before the module's own class.
 Breaks: A model trained with FSDP2 would be refused as tensor-parallel, or not be packed.
 """
 
@@ -30,7 +30,7 @@ Breaks: A model without weights would be quantized.
 """
 
 ZERO_3_SHAPE: Final = "ds_shape"
-"""The attribute in which such a parameter has the shape of the whole.
+"""The attribute with the shape of the whole of such a parameter.
 
 Relies on: `deepspeed.runtime.zero.partition_parameters`.
 Breaks: Training with ZeRO-3 fails before the first step.
@@ -51,11 +51,11 @@ def whole_of_partitions(parameter: Tensor) -> Tensor:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether Accelerate keeps a module's weights elsewhere between forward passes, as with `device_map`.
+    """True if Accelerate keeps a module's weights elsewhere between forward passes, as with `device_map`.
 
-    Relies on: `_hf_hook` of a module, which is on the meta device then.
-    Breaks: Training fails on the meta device, after the first step, with no word about
-    what to do.
+    Relies on: `_hf_hook` of a module, whose weights are then on the meta device.
+    Breaks: Training fails on the meta device, after the first step, without saying what
+    to do.
     """
     return hasattr(module, "_hf_hook") and any(
         p.is_meta for p in module.parameters(recurse=False)
@@ -63,8 +63,8 @@ def is_offloaded(module: nn.Module) -> bool:
 
 
 FSDP_MODEL: Final = "pytorch_model_fsdp"
-"""What Accelerate calls the folder of a model's shards in a checkpoint, before the number of the model.
+"""Accelerate's name for the folder of a model's shards in a checkpoint, before the number of the model.
 
-Relies on: `accelerate.utils.constants.FSDP_MODEL_NAME`, and the key "model" in what it saves there.
+Relies on: `accelerate.utils.constants.FSDP_MODEL_NAME`, and the key "model" in the saved state.
 Breaks: `moq-hf pack` would find no weights in a checkpoint of FSDP2.
 """

@@ -1,4 +1,4 @@
-"""What is relied on in Sentence Transformers, which nothing here imports."""
+"""The private names that moq_hf uses of Sentence Transformers, without importing it."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from ..errors import read_json
 from .transformers import callers
 
-# Written by each of its models; says of which class it is.
+# A file of each of its models, which names the class.
 CONFIG = "config_sentence_transformers.json"
 LIBRARY = "sentence_transformers"
-# The least version that takes what plain transformers 5 saves.
+# The least version that loads what plain transformers 5 saves.
 LEAST = "6.0"
-# What the Hub calls the task of a class.
+# The Hub's name for the task of a class.
 PIPELINES: dict[str | None, str] = {
     "SentenceTransformer": "sentence-similarity",
     "CrossEncoder": "text-ranking",
@@ -53,7 +53,7 @@ class _First(nn.Module):
 def around(body: nn.Module) -> nn.Module:
     """A module with the names and shapes of a Sentence Transformers model around a transformers model.
 
-    Relies on: `model` of the first module, and what `body_of` does.
+    Relies on: `model` of the first module, and all that `body_of` relies on.
     Breaks: `moq-hf plan --model` would predict the size of the bare transformers model.
     """
     cls = type("Encoder", (nn.Sequential,), {"__module__": LIBRARY})
@@ -62,14 +62,14 @@ def around(body: nn.Module) -> nn.Module:
 
 
 def is_kept_at(place: str) -> bool:
-    """Whether a folder, or a repository of the Hub, holds a model of Sentence Transformers.
+    """True if a folder, or a repository of the Hub, holds a model of Sentence Transformers.
 
     Relies on: The file `CONFIG`.
     Breaks: See `around`.
     """
     if Path(place).is_dir():
         return (Path(place) / CONFIG).is_file()
-    # There may be no such file, and no network.
+    # There may be no such file, or no network.
     with contextlib.suppress(OSError, ValueError, HfHubHTTPError):
         return bool(hf_hub_download(place, CONFIG))
     return False
@@ -82,15 +82,15 @@ def save_around(
     write: Callable[[Path], None],
     beside: Callable[[Path, str, Callable[[Path], Any]], None],
 ) -> None:
-    """Write a transformers model by `write`, and the other files of the Sentence Transformers model around it.
+    """Write a transformers model with `write`, and the other files of the Sentence Transformers model around it.
 
     Args:
         model: A model of any library.
-        body: The transformers model in it.
-        folder: Folder to write to.
+        body: The transformers model inside it.
+        folder: The folder to write to.
         write: Writes the body.
-        beside: Writes the tokenizer or processor, which may fail; takes the folder, a
-            name for it, and its method `save_pretrained`.
+        beside: Writes the tokenizer or processor, which may fail; takes the folder, the
+            name of the tokenizer's class, and its method `save_pretrained`.
 
     Relies on: `BaseModel.save`, in which the first module calls `save_pretrained` of
     its model, and then of its `processor`, with the folder.
@@ -114,11 +114,11 @@ def save_around(
 
 
 def saves_body() -> bool:
-    """Whether a model of Sentence Transformers is saving its transformers model just now.
+    """True while a model of Sentence Transformers saves its transformers model.
 
     Relies on: `save` of the module that has the model, which calls its `save_pretrained`.
-    Breaks: What `SentenceTransformer.save` writes of a model that was loaded with a
-    `MoQConfig` would be packed in a layout that Sentence Transformers cannot load.
+    Breaks: `SentenceTransformer.save` would pack a model that was loaded with a
+    `MoQConfig` in a layout that Sentence Transformers cannot load.
     """
     return any(
         name == "save" and type(owner).__module__.partition(".")[0] == LIBRARY
@@ -150,15 +150,15 @@ def loads_as(folder: Path) -> str | None:
 
 
 def evaluations_of(model: Any, metrics: Mapping[str, float]) -> list[EvalResult]:
-    """What evaluators found for a model, with their tasks; empty for models of other libraries.
+    """The results of evaluators for a model, with their tasks; empty for models of other libraries.
 
     Relies on: `model_card_data`, whose `format_eval_metrics` makes the model index.
     Breaks: The card's metadata has no results.
 
     Args:
-        model: Of Sentence Transformers.
-        metrics: Metrics of the described model. Results with other values are from
-            another time, such as from the float model.
+        model: A model of any library.
+        metrics: Metrics of the described model. Results with other values are older,
+            such as those of the float model.
     """
     if not hasattr(model, "model_card_data"):
         return []

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -83,12 +84,17 @@ def callers() -> Iterator[tuple[str, Any]]:
     Relies on: Frames, as CPython has them.
     Breaks: No Trainer could be built with a `MoQCallback`.
     """
-    for frame in _frames():
+    for frame in frames():
         yield frame.f_code.co_name, frame.f_locals.get("self")
 
 
-def _frames() -> Iterator[FrameType]:
-    frame = inspect.currentframe()
+def frames() -> Iterator[FrameType]:
+    """This thread's stack, from the caller's frame outwards.
+
+    Relies on: `sys._getframe`, as CPython has it.
+    Breaks: Weights read in a forward pass would be the float ones.
+    """
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -121,7 +127,7 @@ def call_first(
     """Have the Trainer call a callback before all others, which then see what it adds to a log.
 
     Relies on: `Trainer.log` hands one dict to the callbacks, in the order of
-    `callback_handler.callbacks`, where reporters stand before those that a user gave.
+    `callback_handler.callbacks`, in which reporters come before those that a user gave.
     Breaks: TensorBoard, W&B and trackio would get the loss without the bits.
     """
     callbacks = callbacks_of(trainer)
@@ -131,7 +137,7 @@ def call_first(
 
 
 def give_to_each_trainer(callback: type[transformers.TrainerCallback]) -> None:
-    """Have each Trainer that is made from now on, and its subclasses, begin with a callback; once is enough.
+    """Have each Trainer that is made from now on begin with a callback; calling it again changes nothing.
 
     Relies on: `transformers.trainer.DEFAULT_CALLBACKS`, which `Trainer.__init__` reads.
     Breaks: A model loaded with a `MoQConfig` would not train in a stock Trainer as with
@@ -143,7 +149,7 @@ def give_to_each_trainer(callback: type[transformers.TrainerCallback]) -> None:
 
 
 def is_reporter(callback: transformers.TrainerCallback) -> bool:
-    """Whether a callback is one that `report_to` names: it draws scalars, where others print them.
+    """True if a callback is one that `report_to` names: it draws scalars, where others print them.
 
     Relies on: `integration_utils.INTEGRATION_TO_CALLBACK`.
     Breaks: TensorBoard, W&B and trackio would have no curves of single blocks.
@@ -155,15 +161,15 @@ def is_reporter(callback: transformers.TrainerCallback) -> bool:
 def add_notebook_column(
     trainer: transformers.Trainer, name: str, value: Callable[[], Any]
 ) -> None:
-    """Add a second column to the table that a notebook shows of a run; once is enough.
+    """Add a second column to a notebook's table of a run; calling it again changes nothing.
 
     Args:
         trainer: In training.
         name: Heading of the column.
         value: Gives the cell of a new line.
 
-    Relies on: `NotebookProgressCallback.training_tracker`, of which `inner_table` has
-    the heads first and `write_line` takes the cells by head.
+    Relies on: `NotebookProgressCallback.training_tracker`, whose `inner_table` begins
+    with the headings and whose `write_line` takes the cells by heading.
     Breaks: A notebook would not show the bits.
     """
     for callback in callbacks_of(trainer):
@@ -176,7 +182,7 @@ def add_notebook_column(
 
 
 def tell_of_saves(trainer: transformers.Trainer, tell: Callable[[Path], None]) -> None:
-    """Call `tell` with each folder that `save_model` writes outside of training; once is enough.
+    """Call `tell` with each folder that `save_model` writes outside of training; calling it again changes nothing.
 
     Relies on: `Trainer.is_in_train`, and that `push_to_hub` calls `self.save_model`.
     Breaks: Nobody would say that a stock Trainer saves float weights.
@@ -195,7 +201,7 @@ def tell_of_saves(trainer: transformers.Trainer, tell: Callable[[Path], None]) -
 
 
 def saves_checkpoint() -> bool:
-    """Whether a Trainer is saving a checkpoint of its run just now.
+    """True if a Trainer is saving a checkpoint of its run just now.
 
     Relies on: `Trainer._save_checkpoint`, whose frame has the Trainer as `self`.
     Breaks: Each checkpoint would come with a warning that its weights are floats; those
@@ -219,7 +225,7 @@ def prepared_inputs(trainer: transformers.Trainer, inputs: Any) -> dict[str, Any
 
 
 def checkpoint_folder(trainer: transformers.Trainer) -> Path:
-    """Where the Trainer saves the checkpoint of this step; a trial of a search has a folder of its own.
+    """The folder for the checkpoint of this step; a trial of a search has a separate one.
 
     Relies on: `Trainer._get_output_dir`, `Trainer._trial` once it trains, and
     `PREFIX_CHECKPOINT_DIR` before the step.
@@ -243,7 +249,7 @@ def save_training_args(args: transformers.TrainingArguments, folder: Path) -> No
 
 
 def training_summary(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> Any:
-    """What the stock model card knows of a run: task, data and hyperparameters.
+    """Everything that the stock model card knows about a run: task, data and hyperparameters.
 
     Relies on: `transformers.modelcard.TrainingSummary.from_trainer` and its attributes.
     Breaks: `push_to_hub` would fail while it writes the model card.
@@ -252,7 +258,7 @@ def training_summary(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -
 
 
 def average_loss(trainer: transformers.Trainer) -> None:
-    """Have the Trainer divide the loss by the accumulation steps, and not average it over processes by itself.
+    """Make the Trainer divide the loss by the accumulation steps, and not average it over processes itself.
 
     Relies on: `Trainer.model_accepts_loss_kwargs`, which `training_step` reads.
     Breaks: BERT and other classifiers would train with a loss multiplied by
@@ -271,7 +277,7 @@ Breaks: With a teacher and accumulation, gradients would be multiplied by the ac
 
 @contextlib.contextmanager
 def metrics_apart(trainer: transformers.Trainer) -> Iterator[None]:
-    """Compute losses or log beside a run: inside, the Trainer's own metrics are empty; afterwards they are as before.
+    """Keep losses and logs beside a run out of the Trainer's own metrics, which are empty inside and restored after it.
 
     Relies on: `_metrics` and `_total_train_tokens` of TRL's Trainers, and
     `accum_loss_components` of Sentence Transformers', which `compute_loss` adds to and
@@ -294,13 +300,13 @@ def metrics_apart(trainer: transformers.Trainer) -> Iterator[None]:
 FUSED_HEAD: Final = "fused_lm_head"
 """The argument by which TRL's Trainers ask a model for the loss of each token, without logits.
 
-Relies on: `trl.trainer.utils.add_fused_lm_head`, whose forward pass is the model's own where it is not given.
+Relies on: `trl.trainer.utils.add_fused_lm_head`, whose forward pass is the model's own if it is not given.
 Breaks: A teacher beside SFTTrainer or DPOTrainer would be an error: the model gives no logits to compare.
 """
 
 
 def is_trl(trainer: transformers.Trainer) -> bool:
-    """Whether a Trainer is one of TRL's, whose loss cannot be differentiated twice: its head is fused.
+    """True if a Trainer is one of TRL's, whose loss cannot be differentiated twice: its head is fused.
 
     Relies on: The name of the package.
     Breaks: Measuring eigenvalues would end a run of TRL with an error of autograd.
@@ -309,15 +315,15 @@ def is_trl(trainer: transformers.Trainer) -> bool:
 
 
 def in_evaluation_loop() -> bool:
-    """Whether this thread is in the loop in which a Trainer evaluates or predicts.
+    """True if this thread is in the loop in which a Trainer evaluates or predicts.
 
     Relies on: `Trainer.evaluation_loop`, whose frame is on the stack meanwhile.
-    Breaks: Each batch of an evaluation quantizes the weights anew.
+    Breaks: Each batch of an evaluation quantizes the weights again.
     """
-    return any(frame.f_code.co_name == "evaluation_loop" for frame in _frames())
+    return any(frame.f_code.co_name == "evaluation_loop" for frame in frames())
 
 
-# What accelerate makes of optimizer and model.
+# Optimizers and models that Accelerate has prepared.
 
 
 def loss_scale(optimizer: Any) -> float:
@@ -361,7 +367,7 @@ def mixed_precision() -> torch.dtype | None:
 
 
 def uses_deepspeed() -> bool:
-    """Whether Accelerate trains with DeepSpeed, whose hooks of a parameter fail where it has no gradient.
+    """True if Accelerate trains with DeepSpeed, whose hooks of a parameter fail if it has no gradient.
 
     Relies on: `PartialState._shared_state`, and its `distributed_type`.
     Breaks: With ZeRO-1 or 2, a run ends with an error at the first layer that a pass leaves out.
@@ -374,7 +380,7 @@ def uses_deepspeed() -> bool:
 
 
 def attention_of(config: Any) -> str | None:
-    """The implementation of attention that a model computes with; None where its config has none.
+    """The implementation of attention that a model computes with; None where its config names none.
 
     Relies on: `PreTrainedConfig._attn_implementation`.
     Breaks: The proof would compare two implementations, and report differences that are
@@ -385,10 +391,10 @@ def attention_of(config: Any) -> str | None:
 
 
 def attention_to_load(config: Any) -> str | dict[str, str | None] | None:
-    """What `from_pretrained` takes as `attn_implementation` to load a model that computes as this one does.
+    """The `attn_implementation` for `from_pretrained` with which a model is loaded that computes as this one does.
 
-    Relies on: a name for all parts of a model, or a mapping with a name for each
-    sub-config and `""` for the model itself.
+    Relies on: `from_pretrained` takes a name for all parts of a model, or a mapping with
+    a name for each sub-config and `""` for the model itself.
     Breaks: A model whose decoder has another implementation than its encoder, as
     TrOCR's, could not be loaded for the proof.
     """
@@ -428,7 +434,7 @@ def initialize_again(model: nn.Module) -> None:
 
 
 def experts_transposed(module: nn.Module) -> bool | None:
-    """Whether a module of experts keeps their matrices `[experts, columns, rows]`; None if it is none.
+    """True if a module of experts keeps their matrices as `[experts, columns, rows]`; None for any other module.
 
     Relies on: `is_transposed`, which `integrations.moe.use_experts_implementation` puts
     on instances.
@@ -447,7 +453,7 @@ def original_format(
 ) -> dict[str, Tensor]:
     """A model's tensors under the names of its files, which servers know: as `save_pretrained` writes them by default.
 
-    Relies on: `core_model_loading.revert_weight_conversion`, which hands on a tensor
+    Relies on: `core_model_loading.revert_weight_conversion`, which passes on a tensor
     that is only renamed, and the names of the operations in
     `PreTrainedModel._weight_conversions`.
     Breaks: Saving would fail; or vLLM and SGLang would not find the weights of models
@@ -455,8 +461,8 @@ def original_format(
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    # A model that was loaded packed would have its float tensors split as its packed
-    # ones were merged.
+    # The conversions of a model that was loaded packed are those of packed tensors, and
+    # would split its float ones wrongly.
     conversions = getattr(model, "_weight_conversions", None) or ()
     operations = str([getattr(each, "operations", ()) for each in conversions])
     is_own = packed_loader(model) is None and "Dequantize" not in operations
@@ -492,7 +498,7 @@ def checkpoints_as_modules(trainer: transformers.Trainer, model: nn.Module) -> N
 
 
 def train_no_more_than_asked(trainer: transformers.Trainer) -> None:
-    """Keep a Trainer from taking another step where the resumed run already took its last one.
+    """Keep a Trainer from taking another step if the resumed run already took its last one.
 
     Relies on: `Trainer._run_epoch`, which takes at least one step, and that the Trainer
     looks at `should_training_stop` after it.
@@ -553,7 +559,7 @@ def as_constructed(model: nn.Module) -> Any:
 
 
 def is_scaled_table(cls: type[nn.Module]) -> bool:
-    """Whether a class is an embedding table whose rows are multiplied by a constant, as Gemma's and BART's are.
+    """True if a class is an embedding table whose rows are multiplied by a constant, as Gemma's and BART's are.
 
     Relies on: The name, and a forward pass that is `nn.Embedding`'s times the constant.
     Breaks: `embeddings` would refuse such a table, or leave it alone.
@@ -568,7 +574,7 @@ def is_scaled_table(cls: type[nn.Module]) -> bool:
 
 
 def only_scales(cls: type[nn.Module]) -> bool:
-    """Whether the forward pass of a scaled table only looks up rows and multiplies them: T5Gemma 2's does more.
+    """True if the forward pass of a scaled table only looks up rows and multiplies them: T5Gemma 2's does more.
 
     Relies on: The names that the forward pass mentions.
     Breaks: Each pass would quantize the whole table, and not the rows that it looks up.
@@ -588,10 +594,10 @@ def scaled_rows(table: nn.Module, rows: Tensor) -> Tensor:
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """The parameters that `from_pretrained` ties to others where a file lacks them: name to the name of the other.
+    """The parameters that `from_pretrained` ties to others if a file lacks them: each name to that of the other.
 
     Relies on: `PreTrainedModel.get_expanded_tied_weights_keys`, which raises a
-    ValueError where it finds no weight of a name.
+    ValueError if it finds no weight with a name.
     Breaks: A table that is the output head too would be stored twice.
 
     Example:
@@ -604,7 +610,7 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
     try:
         found: dict[str, str] = get(all_submodels=True)
     except ValueError:
-        # It looks for weights that PEFT has given other names.
+        # PEFT has given other names to weights that it looks for.
         with torch.device("meta"):
             found = tied_parameters(type(model)(copy.deepcopy(cast(Any, model).config)))
     return found
@@ -615,7 +621,7 @@ def ties_in_files(
 ) -> tuple[dict[str, str], bool]:
     """The parameters that loading will tie, and whether `untie` must change the config in the folder.
 
-    It must where the config ties two parameters that are no longer one, such as a head
+    It must if the config ties two parameters that are separate by now, such as a head
     with a weight of its own: other loaders would read one of them for both. An untied
     config unties all of a model's parameters, unless its class ties them regardless, as
     T5's does.
@@ -653,7 +659,7 @@ def ties_in_files(
 
 
 def untie(config: Path) -> None:
-    """Have a `config.json` say that no weights are tied, in the configs of parts too.
+    """Make a `config.json`, and the configs of parts in it, say that no weights are tied.
 
     Relies on: `tie_word_embeddings`, `tie_codebooks_embeddings` and `tie_embedding`.
     Breaks: See `ties_in_files`.
@@ -664,7 +670,7 @@ def untie(config: Path) -> None:
 def _without_ties(document: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in document.items():
-        # The labels of classes are numbers.
+        # Labels of classes are keys too, and numbers.
         is_tie = re.fullmatch(r"tie_\w*embeddings?", str(key))
         found[key] = False if is_tie else value
         if isinstance(value, dict):
@@ -673,7 +679,7 @@ def _without_ties(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def never_saved(model: nn.Module) -> set[str]:
-    """The names of tensors that `save_pretrained` leaves out, since the model makes them anew.
+    """The names of tensors that `save_pretrained` leaves out, since the model computes them itself.
 
     Relies on: `PreTrainedModel._keys_to_ignore_on_save`.
     Breaks: `moq-hf pack` would miss them in a checkpoint.
@@ -701,7 +707,7 @@ def without_generation_config(model: Any) -> Iterator[None]:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether the model was given an adapter by `add_adapter`, so that `save_pretrained` writes that alone.
+    """True if the model was given an adapter by `add_adapter`, so that `save_pretrained` writes that alone.
 
     Relies on: `_hf_peft_config_loaded`.
     Breaks: `save_quantized` would write a folder without the packed weights.
@@ -710,9 +716,9 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def stays_float(model: nn.Module, name: str, module: nn.Module) -> bool:
-    """Whether `quant_method: "gemma"` leaves a module as it is, or would make it compute something else.
+    """True if `quant_method: "gemma"` leaves a module as it is, or would make it compute something else.
 
-    It drops the constant that a scaled table multiplies its rows with.
+    It drops the constant by which a scaled table multiplies its rows.
 
     Relies on: `PreTrainedModel._keep_in_fp32_modules` and
     `quantizers_utils.should_convert_module`.
@@ -729,7 +735,7 @@ def stays_float(model: nn.Module, name: str, module: nn.Module) -> bool:
 
 
 def packed_loader(model: nn.Module) -> Any:
-    """What loaded a model from a packed checkpoint; None for any other model.
+    """The quantizer of transformers that loaded a model from a packed checkpoint; None for any other model.
 
     Relies on: `PreTrainedModel.hf_quantizer`, that the one of compressed-tensors has a
     `compressor`, and the name of the class for `quant_method: "gemma"`.
@@ -742,7 +748,7 @@ def packed_loader(model: nn.Module) -> Any:
 
 
 def takes_apart(model: nn.Module, packed: Iterable[str]) -> bool:
-    """Whether `from_pretrained` fails on packed weights, because it splits a weight in the files into several.
+    """True if `from_pretrained` fails on packed weights, because it splits a weight in the files into several.
 
     Args:
         model: Of transformers.
@@ -804,7 +810,7 @@ def unpack(model: nn.Module, trains: bool = True) -> None:
         for name in module._parameters.keys() - {"weight", "bias"}:
             buffer = cast(Tensor, module._parameters.pop(name)).detach()
             module.register_buffer(name, buffer, persistent=False)
-        # A pass in inference mode may have unpacked it, whose tensors never train.
+        # If a pass in inference mode unpacked it, the tensor itself can never train.
         weight = cast(Tensor, module.weight).detach().clone()
         del module.weight
         module.weight = nn.Parameter(weight)
@@ -812,7 +818,7 @@ def unpack(model: nn.Module, trains: bool = True) -> None:
     # Nothing is left for the first forward pass to unpack.
     loader.compressor.remove_decompression_hook(model)
     loader.remove_quantization_config(model)
-    # How the packed experts were merged: saving would split float ones the same way.
+    # They tell how packed experts were merged; saving would split float ones that way.
     vars(model).pop("_weight_conversions", None)
     # Tied weights were unpacked one by one.
     cast(Any, model).tie_weights()
@@ -821,7 +827,7 @@ def unpack(model: nn.Module, trains: bool = True) -> None:
 def compress(
     tensors: Mapping[str, Tensor], group: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The tensors in the files of a weight on its grid: `weight`, `weight_scale` and `weight_zero_point` in one format.
+    """Pack a weight on its grid, given as `weight`, `weight_scale` and `weight_zero_point`, into the tensors of a file.
 
     Relies on: `BaseCompressor.compress` of the class for the format, and the fields of
     `QuantizationScheme`.
@@ -836,7 +842,7 @@ def compress(
 def decompress(
     tensors: Mapping[str, Tensor], group: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """From the tensors in the files: `weight` as transformers will compute with it, its scales and its zero points.
+    """Unpack the tensors of a file: `weight` as transformers will compute with it, its scales and its zero points.
 
     Relies on: `BaseCompressor.decompress` of the class for the format, and the fields
     of `QuantizationScheme`.
@@ -872,7 +878,7 @@ def write_packing_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def refuse_older(config: Path, version: str) -> None:
-    """Have versions of transformers before `version` refuse a model that they would load as another one.
+    """Make versions of transformers before `version` refuse a model that they would load wrongly.
 
     The config itself goes into a file beside `config.json`, which this version and
     newer ones read instead. Everything else may go on reading `config.json`.
@@ -890,7 +896,7 @@ def refuse_older(config: Path, version: str) -> None:
     write_json(config, document)
 
 
-# What PyTorch and DeepSpeed make of a model.
+# Models that PyTorch has wrapped, compiled or traced.
 
 COMPILED: Final = "_orig_mod"
 """The attribute in which a compiled model has the original.
@@ -908,7 +914,7 @@ Breaks: Layers would have other names than in the state dict: a packed model cou
 
 
 def convolve(layer: nn.Conv1d | nn.Conv2d, input: Tensor, weight: Tensor) -> Tensor:
-    """What a convolution computes with another weight: its own stride, padding, groups and bias.
+    """Compute a convolution with another weight, and with its own stride, padding, groups and bias.
 
     Relies on: `_conv_forward(input, weight, bias)` of `nn.Conv1d` and `nn.Conv2d`,
     which pads by the layer's mode.
@@ -918,7 +924,7 @@ def convolve(layer: nn.Conv1d | nn.Conv2d, input: Tensor, weight: Tensor) -> Ten
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called.
+    """True if `module.compile()` was called.
 
     Relies on: `nn.Module._compiled_call_impl`.
     Breaks: Batches would not be taken from a compiled model, or taking them would break
@@ -928,7 +934,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether grad, vjp or vmap of torch.func calls; what torch.compile traces takes that into account by itself.
+    """True inside of grad, vjp or vmap of torch.func; False while torch.compile traces, which handles them itself.
 
     Relies on: `torch._C._are_functorch_transforms_active`, which
     `torch.autograd.Function.apply` asks too.
@@ -942,7 +948,7 @@ def is_transformed() -> bool:
 
 
 def has_hooks(weight: Tensor) -> bool:
-    """Whether a Python hook waits for the gradient of a weight.
+    """True if a Python hook waits for the gradient of a weight.
 
     Relies on: `_backward_hooks` and `_post_accumulate_grad_hooks` of a tensor, which are
     None until there is one.
@@ -964,11 +970,11 @@ def pre_hooks(module: nn.Module) -> list[Any]:
 def remove_forward_hooks(module: nn.Module, owner: type[Any]) -> None:
     """Remove the forward hooks and pre-hooks of a module that are methods of instances of a class.
 
-    A handle removes them only from the module that it was made for, and not from its copies.
+    A handle removes a hook only from the module that it was made for, not from copies of that module.
 
     Relies on: `_forward_pre_hooks` and `_forward_hooks`, and that the ids of removed
     hooks do no harm in the other dictionaries.
-    Breaks: After a second quantization two `PassWeights` hear of each pass.
+    Breaks: After a second quantization two `PassWeights` are told of each pass.
     """
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in tuple(hooks.items()):
@@ -979,16 +985,16 @@ def remove_forward_hooks(module: nn.Module, owner: type[Any]) -> None:
 def with_gradient_of(input: Tensor, values: Tensor) -> Tensor | None:
     """`values` as the result of an identity on `input`: the gradient passes straight through, without any Python.
 
-    They must have its shape and device, and memory of their own. None for another dtype,
-    of which autograd would cast each gradient before it sums them, where a cast of the
-    input sums first; for a leaf, whose gradient would have memory that others may have,
-    too; and under tracing, transforms and dispatch modes, which record operations and
-    would see only the identity.
+    The values must have the shape, the dtype and the device of `input`, and memory of their
+    own. None for another dtype, since autograd would cast each gradient before it sums
+    them, where a cast of the input sums first; for a leaf, whose gradient would share its
+    memory with others; and under tracing, transforms and dispatch modes, which record
+    operations and would see only the identity.
 
     Relies on: `aten::_unsafe_view`, whose result has a gradient and is no view for
     autograd, so that it does not keep its input; and `Tensor.data`, which takes other
     memory and leaves the graph.
-    Breaks: Quantized weights and inputs would have no gradient, or keep what they were made of.
+    Breaks: Quantized weights and inputs would have no gradient, or keep the tensors that they were made from.
     """
     if (
         type(input) not in (Tensor, nn.Parameter)
@@ -1006,33 +1012,33 @@ def with_gradient_of(input: Tensor, values: Tensor) -> Tensor | None:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces. Up to PyTorch 2.12 `torch.compiler.is_exporting` says so of torch.compile, too.
+    """True while torch.export traces. Up to PyTorch 2.12 `torch.compiler.is_exporting` is true for torch.compile too.
 
     Relies on: `torch.compiler._is_exporting_flag`.
-    Breaks: With older versions of PyTorch a compiled model would be compiled anew at each
-    change of bits, and in many pieces.
+    Breaks: With older versions of PyTorch a compiled model would be recompiled at each
+    change of bits, in many pieces.
     """
     return torch.compiler._is_exporting_flag
 
 
-# What PEFT puts into a model.
+# PEFT's parts of a model.
 
 ADAPTED: Final = "base_layer"
-"""What an adapter's wrapper calls the layer that it adapts.
+"""The name that an adapter's wrapper gives to the layer that it adapts.
 
 Relies on: `peft.tuners.tuners_utils.BaseTunerLayer` and those derived from it.
 Breaks: Adapters would be quantized, and saved as layers of the model.
 """
 
 ORIGINAL: Final = "original_module"
-"""What PEFT calls a module of which it trains a copy.
+"""The name that PEFT gives to a module of which it trains a copy.
 
 Relies on: `peft.utils.AuxiliaryTrainingWrapper`.
 Breaks: The copies would be quantized, and saved as layers of the model.
 """
 
 TRAINED_COPIES: Final = "modules_to_save"
-"""What PEFT calls the copies that it trains of a module.
+"""The name that PEFT gives to the copies of a module that it trains.
 
 Relies on: `peft.utils.ModulesToSaveWrapper`.
 Breaks: The copies would be quantized, and saved as layers of the model.
@@ -1040,11 +1046,11 @@ Breaks: The copies would be quantized, and saved as layers of the model.
 
 
 def called_part(wrapper: Any) -> str:
-    """The part that computes in the wrapper of a module that is trained as a whole: a copy, or the original.
+    """The part that the wrapper of a fully trained module calls: a trained copy, or the original.
 
     Relies on: `peft.utils.ModulesToSaveWrapper`, which calls the copy of the first of
     `active_adapters`, unless `disable_adapters`.
-    Breaks: `"lora": "merged"` would deliver another copy than the one that was trained.
+    Breaks: `"lora": "merged"` would not deliver the copy that was trained.
     """
     for name in () if wrapper.disable_adapters else wrapper.active_adapters[:1]:
         if name in wrapper.modules_to_save:
@@ -1053,7 +1059,7 @@ def called_part(wrapper: Any) -> str:
 
 
 def is_peft(module: nn.Module) -> bool:
-    """Whether PEFT made this wrapper of a layer; read off an attribute, since PEFT need not be installed.
+    """True if PEFT made this wrapper of a layer, judged by an attribute, since PEFT need not be installed.
 
     Relies on: `active_adapters`. A whole model of transformers has it too.
     Breaks: Adapters would be quantized, and could be merged into quantized weights.
@@ -1062,15 +1068,15 @@ def is_peft(module: nn.Module) -> bool:
 
 
 def is_its_own_reference(trainer: Any) -> bool:
-    """Whether TRL took the reference's log-probabilities from the model itself, when it made the trainer.
+    """True if TRL took the reference's log-probabilities from the model itself, when it made the trainer.
 
     With adapters the reference is the model without them, quantized or not. Under FSDP
-    it was a model of its own, which is gone by now.
+    it was a separate model, which is gone by now.
 
     Relies on: `precompute_ref_log_probs` of TRL's arguments for DPO and KTO, and
     `ref_model` of their trainers; `is_fsdp_enabled`.
-    Breaks: The reference would be the quantized model, where without precomputing it is
-    the float one.
+    Breaks: The reference would be the quantized model, although without precomputing it
+    is the float one.
     """
     asked = getattr(trainer.args, "precompute_ref_log_probs", False)
     is_other = trainer.is_fsdp_enabled or hasattr(trainer.model, "peft_config")
@@ -1078,25 +1084,25 @@ def is_its_own_reference(trainer: Any) -> bool:
 
 
 PROMPTS: Final = "prompt_encoder"
-"""The attribute in which a model of PEFT has what it puts before a prompt.
+"""The attribute of a PEFT model that makes the virtual tokens before a prompt.
 
 Relies on: `peft.PeftModel.prompt_encoder`.
-Breaks: The layers of an encoder of prompts would be quantized, and the base saved as floats for them.
+Breaks: The layers of a prompt encoder would be quantized, and the base saved as floats because of them.
 """
 
 
 def without_start(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of an adapter without its initialization, which PEFT would apply to the base a second time.
 
-    PEFT's defaults, which leave the base alone, take its place. For MiSS the same key
-    names the form of its adapters.
+    PEFT's defaults, which leave the base alone, take its place. MiSS stays as it is: the
+    same key names the form of its adapters.
 
     Args:
         config: What `adapter_config.json` holds.
 
-    Relies on: `init_lora_weights` and `init_weights`, the names of the settings of
-    LoRA's initializations, and those of a prompt's, its tokenizer included.
-    Breaks: PiSSA and its like would take their part out of the delivered base again.
+    Relies on: `init_lora_weights` and `init_weights`, the names of the settings for
+    LoRA's initializations, and of those for a prompt's, including its tokenizer.
+    Breaks: PiSSA and the like would subtract their part from the delivered base again.
     """
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -1129,11 +1135,11 @@ def start_in_base(model: Any) -> str | None:
 
 
 def factors_base(wrapper: nn.Module) -> str | None:
-    """The tuner of an adapter that computes with factors of its layer's weight, which PEFT computes anew on loading.
+    """The tuner of an adapter that uses factors of its layer's weight, which PEFT recomputes when it loads them.
 
     Relies on: The names of the modules in `peft.tuners`.
-    Breaks: Such a run would train to its end, and only then would the proof say that
-    the delivered model answers differently.
+    Breaks: Such a run would train to its end before the proof finds that the delivered
+    model answers differently.
     """
     path = type(wrapper).__module__.split(".")
     tuners = ("adamss", "frod", "osf", "psoft")
@@ -1141,7 +1147,7 @@ def factors_base(wrapper: nn.Module) -> str | None:
 
 
 def has_loss_of_its_own(model: nn.Module) -> bool:
-    """Whether PEFT adds a term to a model's loss, as AdaLoRA does, which only a model in training can compute.
+    """True if PEFT adds a term to a model's loss, as AdaLoRA does, which only a model in training can compute.
 
     Relies on: `peft.AdaLoraModel.trainable_adapter_name`, which a loaded adapter does
     not have.
@@ -1152,7 +1158,7 @@ def has_loss_of_its_own(model: nn.Module) -> bool:
 
 
 def trains_tokens(module: nn.Module) -> bool:
-    """Whether PEFT trains some rows of this table: `trainable_token_indices`.
+    """True if PEFT trains some rows of this table: `trainable_token_indices`.
 
     Relies on: `peft.utils.TrainableTokensWrapper`, which has a `token_adapter` beside
     the original.
@@ -1162,7 +1168,7 @@ def trains_tokens(module: nn.Module) -> bool:
 
 
 def has_dora(module: nn.Module) -> bool:
-    """Whether an adapter's wrapper scales the rows of the weight to learned norms.
+    """True if an adapter's wrapper scales the rows of the weight to learned norms.
 
     Relies on: `lora_magnitude_vector`.
     Breaks: DoRA on a quantized layer would not be refused, and would compute something
@@ -1204,18 +1210,18 @@ def active_lora(wrapper: Any) -> list[Lora]:
 
 
 def lora_fault(wrapper: Any) -> str | None:
-    """Why the adapters of a layer are no sum of matrices that could be merged; None if they are.
+    """Why the adapters of a layer cannot be merged into its weight as a sum of matrices; None if they can.
 
     Relies on: `LoraLayer` of PEFT: `lora_dropout`, `lora_bias`, and `lora_variant`,
     which has an entry for what is not plain LoRA.
-    Breaks: With `"lora": "merged"` something else would be trained than PEFT's LoRA.
+    Breaks: `"lora": "merged"` would train something other than PEFT's LoRA.
     """
     # XLoRA computes in place of LoRA's wrapper.
     owner = getattr(wrapper.forward, "__self__", wrapper)
     if not isinstance(getattr(owner, "lora_A", None), nn.ModuleDict):
         return f"{type(owner).__name__} of PEFT is not LoRA"
     if hasattr(wrapper, "parameter_name"):
-        return "target_parameters cannot be merged: adapt layers by target_modules"
+        return "target_parameters cannot be merged: adapt layers with target_modules"
     if getattr(wrapper._modules[ADAPTED], "groups", 1) > 1:
         return (
             "a convolution with groups cannot be merged: take it out of target_modules"
@@ -1224,7 +1230,7 @@ def lora_fault(wrapper: Any) -> str | None:
         share = getattr(wrapper.lora_dropout[name], "p", 0.0)
         if share:
             return (
-                f"lora_dropout is {share:g}, and a weight that is merged has no path of its own to drop: "
+                f"lora_dropout is {share:g}, and a weight that is merged has no separate path to drop: "
                 "set lora_dropout to 0"
             )
         if wrapper.lora_bias.get(name):
@@ -1238,10 +1244,10 @@ def lora_fault(wrapper: Any) -> str | None:
 def at_state_dict(
     module: nn.Module, tell: Callable[[nn.Module, str, bool], None], wanted: bool
 ) -> None:
-    """Have a function called, or not any more, whenever a module's tensors are asked for: a pre-hook of `state_dict`.
+    """Call a function whenever `state_dict` of a module is called, or stop calling it.
 
     Relies on: `_state_dict_pre_hooks`, which copies and pickles of a module have too.
-    Breaks: A model around a part that was quantized by itself would say twice, or not at all, that it saves floats.
+    Breaks: A model with a part that was quantized separately would say twice, or not at all, that it saves floats.
     """
     hooks = module._state_dict_pre_hooks
     for number in [number for number, hook in hooks.items() if hook is tell]:

@@ -1,1 +1,1 @@
-"""A run: the controller, what it measures, what it resumes from and what it says."""
+"""A run: the controller, the measures, resuming, distillation and the messages."""

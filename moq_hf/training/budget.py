@@ -35,7 +35,7 @@ class Chosen:
     Attributes:
         bits: Bits that the block ends with.
         weights: Number of its weights.
-        cost: What these bits cost by the measure.
+        cost: The cost of these bits by the measure.
         saved: Megabytes (10^6 bytes) of codes saved, compared with the largest choice
             of bits.
     """
@@ -53,7 +53,7 @@ class Choice:
     Attributes:
         measure: Name of the measure that compared the blocks.
         step: Optimizer steps taken when the choice was made.
-        blocks: Block name to what was chosen.
+        blocks: Block name to the choice for it.
         limit: The budget: bits per weight, or megabytes of the file.
         reached: How much of it the choice takes, in the same unit.
         in_file: Whether the unit is megabytes.
@@ -199,7 +199,7 @@ class Chooser:
             )
             raise MoQError(
                 f"{where}: {self._limit:g} MB {verdict}: with {self.choices[0]} to {self.choices[-1]} bits the "
-                f"file of this model has {least:,.3f} to {most:,.3f} MB ({stays}: {self._rest / 1e6:,.3f} MB are no "
+                f"file of this model has {least:,.3f} to {most:,.3f} MB ({stays}: {self._rest / 1e6:,.3f} MB are not "
                 f"layers of the schedule; {config.spell('embeddings')} makes tables smaller)"
             )
 
@@ -221,7 +221,7 @@ class Option(NamedTuple):
     """One choice for a block.
 
     Attributes:
-        size: What it takes of the capacity, a whole number.
+        size: The part of the capacity that it takes, an integer.
         cost: Its cost, at least 0.
     """
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which of them is complete, and the state that a callback keeps in them."""
+"""The checkpoints of a run: which of them are complete, and the state that the callback keeps in them."""
 
 import contextlib
 import logging
@@ -24,9 +24,9 @@ from .resume import saved_state
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
-# Files that hold weights: of transformers, of FSDP2's shards, of DeepSpeed.
+# Files that hold weights: those of transformers, FSDP2's shards, DeepSpeed's.
 _WEIGHTS = ("*.safetensors", "*/*.distcp", "*/*_states.pt")
-# A checksum is that of so many pieces of a file, each of so many bytes.
+# The checksum of a file covers this many pieces of it, each of this many bytes.
 _PIECES = 256
 _PIECE = 4096
 
@@ -34,9 +34,9 @@ _PIECE = 4096
 def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """The last whole checkpoint in a Trainer's output folder, for `train(resume_from_checkpoint=...)`.
 
-    A checkpoint that was cut off, because the run was killed while it saved, is left out
-    with a warning. `resume_from_checkpoint=True` does this in a `MoQTrainer`;
-    in a stock `Trainer` it stops at such a folder.
+    An incomplete checkpoint, whose run was killed while it was being saved, is left out
+    with a warning. `resume_from_checkpoint=True` does this in a `MoQTrainer`; in a stock
+    `Trainer` it fails on such a folder.
 
     Args:
         folder: The output folder; it need not exist.
@@ -56,7 +56,7 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
 
 def warn_of_half_checkpoint(folder: str) -> None:
-    """Warn of a half checkpoint before a stock Trainer stops at it: it would say what failed to open, not why."""
+    """Warn of a half-written checkpoint before a stock Trainer fails on it without saying why."""
     folders = checkpoints(folder)
     fault = fault_of(folders[0]) if folders else None
     if fault is not None:
@@ -82,7 +82,7 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
-    """Why a checkpoint cannot be complete; None if nothing speaks against it."""
+    """Why a checkpoint is not complete; None if no fault is found."""
     folder = Path(checkpoint)
     if not folder.is_dir():
         return "there is no such folder"
@@ -93,7 +93,7 @@ def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
         return f"{STATE_FILE} is missing"
     try:
         document = read_json(folder / STATE_FILE)
-        # Raises TypeError unless the step is a whole number.
+        # Raises TypeError unless the step is an integer.
         operator.index(document["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return f"{STATE_FILE} is damaged"
@@ -112,8 +112,8 @@ def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
         except (OSError, SafetensorError):
             return f"{path.name} is damaged"
     saved: Mapping[str, str] = {}
-    # An entry that was changed by hand is told when it is read; one that a run without
-    # moq_hf handed on is of other weights.
+    # An entry that was changed by hand is reported when it is read; one that a run
+    # without moq_hf passed on belongs to other weights.
     with contextlib.suppress(KeyError, TypeError, ValueError):
         attributes = entry_of_moq(document.get(CALLBACKS_KEY))["attributes"]
         if attributes["saved_at"] == document["global_step"]:
@@ -127,8 +127,8 @@ def fault_of(checkpoint: str | os.PathLike[str]) -> str | None:
 def checksums(folder: Path) -> dict[str, str]:
     """A checksum of each file with weights in a checkpoint, by its path there.
 
-    That of a large file is of pieces spread over it, since training changes weights all
-    over.
+    For a large file it covers pieces spread over the file, since training changes weights
+    everywhere.
     """
     found = {}
     for pattern in _WEIGHTS:
@@ -167,15 +167,15 @@ def check_whole(checkpoint: str | os.PathLike[str]) -> None:
 def complete_checkpoint(
     checkpoint: Path, model: nn.Module, processing_class: Any = None
 ) -> None:
-    """Write the model's config and tokenizer into a checkpoint without them, as FSDP saves one in shards.
+    """Write the model's config and tokenizer into a checkpoint that lacks them, such as one of FSDP's shards.
 
-    `moq-hf pack` needs them. A missing folder is not made, and what cannot be written is
-    logged as a warning.
+    `moq-hf pack` needs them. A missing folder is not made, and a failure is logged as a
+    warning.
 
     Args:
         checkpoint: The folder.
-        model: The one in training.
-        processing_class: The Trainer's.
+        model: The model in training.
+        processing_class: The Trainer's tokenizer or processor.
     """
     config: Any = getattr(model, "config", None)
     is_described = (checkpoint / "config.json").exists() or without_peft(
@@ -206,9 +206,10 @@ def complete_checkpoint(
 
 
 def state_of_best(state: TrainerState) -> Mapping[str, Any] | None:
-    """The controller's state in the best checkpoint; None if there is none, or none with MoQ, which is a warning.
+    """The controller's state in the best checkpoint; None if there is no such checkpoint, or it was made without MoQ.
 
-    One that was deleted, or damaged, is no longer the best one, with a warning.
+    Either is a warning, and so is a best checkpoint that was deleted or damaged, which no
+    longer counts as the best.
     """
     if state.best_model_checkpoint is None:
         return None
@@ -246,7 +247,7 @@ def best_step(args: TrainingArguments, state: TrainerState) -> int | None:
 def last_metrics(
     log: Iterable[Mapping[str, Any]], best: int | None = None
 ) -> dict[str, Any]:
-    """The last evaluation in a log, or that of the step `best` if it has one; of all its data sets."""
+    """The metrics of the last evaluation in a log, or that at the step `best` if there is one, for all data sets."""
     logs = [line for line in log if any(name.startswith("eval_") for name in line)]
     steps = [line["step"] for line in logs]
     wanted = best if best in steps else max(steps, default=None)
@@ -278,8 +279,8 @@ def state_of_run(checkpoint: Path) -> Mapping[str, Any]:
     """The controller's state in a checkpoint.
 
     Raises:
-        MoQError: There is none, or it is of an earlier step: the run was without MoQ;
-            or it is not as it was written.
+        MoQError: There is none, it belongs to an earlier step after which the run went
+            on without MoQ, or it is damaged.
     """
     document = read_json(checkpoint / STATE_FILE)
     entry = entry_of_moq(document.get(CALLBACKS_KEY))

@@ -1,4 +1,4 @@
-"""`MoQController`: holds all mutable state of a run, sets the bits by the schedule, saves and restores itself."""
+"""`MoQController`: holds all mutable state of a run, sets bits as the schedule says, saves and restores itself."""
 
 import copy
 import json
@@ -48,12 +48,12 @@ class MoQController:
             until the schedule says otherwise. Or the model's `Inventory`, as
             `take_inventory` gives it with `config`.
         config: The config to follow; `enabled` must be true.
-        total_steps: Optimizer steps of the run, where the schedule needs them.
+        total_steps: Optimizer steps of the run, if the schedule needs them.
 
     Raises:
         MoQError: The model and the config do not fit each other, the run is too short
-            for what the config asks for, there is nothing to measure eigenvalues of, a
-            budget is impossible, or a weight holds NaN or Inf.
+            for the config, there are no blocks to measure, a budget is impossible, or a
+            weight holds NaN or Inf.
 
     Attributes:
         inventory: The `Inventory` of the model.
@@ -128,14 +128,14 @@ class MoQController:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the weights and inputs of every layer are at their target precision, with no blend left."""
+        """True if the weights and inputs of every layer are at their target precision, with no blend left."""
         return self.schedule.at_target and (
             self.rounds_inputs or not self.config.activations.enabled
         )
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether the inputs of quantized linear layers are rounded in the next forward pass."""
+        """True if the inputs of quantized linear layers are rounded in the next forward pass."""
         activation = self.config.activations
         return (
             activation.enabled
@@ -145,7 +145,7 @@ class MoQController:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the offset was reached; before it nothing is quantized."""
+        """True if the offset was reached; before it nothing is quantized."""
         return any(bits != FLOAT_BITS for bits in self.schedule.bits.values())
 
     def step(
@@ -158,7 +158,7 @@ class MoQController:
                 is missing has factor 1.
 
         Returns:
-            What changed.
+            The changes of precision.
 
         Raises:
             MoQError: A weight held NaN or Inf in the last forward pass.
@@ -168,7 +168,7 @@ class MoQController:
         self.history += switches
         switched = {switch.block for switch in switches}
         due = self.schedule.steps % self.config.scale_refresh == 0
-        # All processes go in the same order, since they gather sharded weights for it.
+        # All processes take the same order, since they gather sharded weights for it.
         self._write_bits(block for block in self.blocks if due or block in switched)
         update_ranges(inputs_of(self.layers).values())
         self._write_progress()
@@ -181,10 +181,10 @@ class MoQController:
         return switches
 
     def check_ranks(self, skipped: bool = False) -> None:
-        """Stop in all processes unless they have the same config, plan and bits; called before each step.
+        """Check that all processes have the same config, plan and bits; called before each step.
 
         It takes one message of 16 bytes. Ranks that disagree would wait for each other
-        for ever, or train different models.
+        forever, or train different models.
 
         Args:
             skipped: Whether the gradient scaler skipped this rank's step.
@@ -239,15 +239,15 @@ class MoQController:
         return self.sensitivity.values if self.config.eigenvalue.enabled else None
 
     def set_evaluating(self, is_evaluating: bool) -> None:
-        """Say whether the Trainer is in an evaluation, in which nothing changes a weight."""
+        """Begin or end an evaluation of the Trainer, in which nothing changes a weight."""
         self._passes.set_evaluating(is_evaluating)
 
     def skip(self) -> None:
-        """Stay where the schedule is, after a step that the gradient scaler skipped.
+        """Leave the schedule as it is, after a step that the gradient scaler skipped.
 
         Raises:
-            MoQError: A weight held NaN or Inf in the last forward pass, which no smaller
-                loss scale would mend.
+            MoQError: A weight held NaN or Inf in the last forward pass, which a smaller
+                loss scale would not mend.
         """
         if self.sensitivity is not None:
             self.sensitivity.samples.clear()
@@ -263,7 +263,7 @@ class MoQController:
         check_finite(self.all_layers, gather=True)
 
     def _write_progress(self) -> None:
-        """Set what changes from step to step in the layers, and drop the copies that an evaluation made."""
+        """Set the layers' values that change at each step, and drop the copies that an evaluation made."""
         blend = self.schedule.blend
         rounds_inputs = self.rounds_inputs
         for block, names in self.blocks.items():
@@ -280,8 +280,8 @@ class MoQController:
         """Scalars of the whole model, for each log of a loss.
 
         Bits per weight of quantized layers, bits per parameter of the whole model, the
-        share of it that is quantized, and its size now in megabytes; where the config
-        blends, also the share of the float weights, of each block and in the mean.
+        share of it that is quantized, and its size now in megabytes; if the config
+        blends, also the share of the float weights, for each block and on average.
         """
         sizes = {
             "moq/bits": self.sizes.layer_bits,
@@ -300,7 +300,7 @@ class MoQController:
         return scalars
 
     def block_metrics(self) -> dict[str, float]:
-        """Scalars of each block, for the log of a switch: bits, period, and eigenvalues where they are measured."""
+        """Scalars of each block, for the log of a switch: bits, period, and eigenvalues if they are measured."""
         kinds: dict[str, Mapping[str, float]] = {
             "bits": self.schedule.bits,
             "period": self.schedule.period,
@@ -319,7 +319,7 @@ class MoQController:
         Raises:
             MoQError: A weight holds NaN or Inf.
         """
-        # Only the first of several processes saves, so this must not gather.
+        # Of several processes only the first saves, so this must not gather.
         check_finite(self.all_layers)
         return {
             "version": STATE_VERSION,
@@ -350,13 +350,13 @@ class MoQController:
                 current value.
 
         Raises:
-            MoQError: The state is of other layers, of a config that this one cannot go
-                on from (see `load_schedule`), of a newer moq_hf, or damaged.
+            MoQError: The state belongs to other layers, to a config from which this one
+                cannot continue (see `load_schedule`), to a newer moq_hf, or is damaged.
         """
         with explained("the checkpoint's MoQ state is damaged"):
             # Keys that the saved config lacks had their defaults.
             changed = changes(MoQConfig.load(state["config"]), self.config)
-            # The best checkpoint is loaded after all steps.
+            # Start from a new schedule, since the best checkpoint is loaded after all steps.
             self.schedule = copy.deepcopy(self._begun)
             load_schedule(self.schedule, state, changed)
             self.history = [Switch(*switch) for switch in state["history"]]
@@ -365,23 +365,23 @@ class MoQController:
             load_ranges(inputs_of(self.layers), state["input_ranges"])
             # Before the offset a changed config may have grouped the layers into other blocks.
             if self.sensitivity is not None and (self.has_begun or not changed):
-                # With other limits the number of examples is found again.
+                # With other limits the number of examples is determined again.
                 measured = dict(state["sensitivity"])
                 if any(k.startswith(("eigenvalue.", "sensitivity.")) for k in changed):
                     measured["rows"] = 0
                 self.sensitivity.load_state_dict(measured)
-        # Not inside, since a lack of memory is no damage.
+        # Outside, since a lack of memory does not mean that the state is damaged.
         self.refresh()
         return changed
 
     def summary(self) -> str:
-        """One line on what is quantized and what is not, with the reason where the config does not say it."""
+        """One line on what is quantized and what is not, with the reasons that the config does not show."""
         return messages.summary(
             self.inventory, self.config, len(self.blocks), self.sizes
         )
 
     def warnings(self) -> list[str]:
-        """What a user should know before the first step."""
+        """Notes for the user before the first step."""
         return messages.warnings(self.inventory, self.config, self.sizes)
 
     def _shown(self, sums: list[int]) -> str:
@@ -393,11 +393,11 @@ class MoQController:
     def _write_bits(
         self, blocks: Iterable[str], saved: Mapping[str, str] | None = None
     ) -> None:
-        """Set the bits of the layers by the schedule; nothing else in a run does.
+        """Set the bits of the layers as the schedule says; nothing else in a run does.
 
         Args:
             blocks: Blocks that changed, or whose clipping ratios are due.
-            saved: Layer name to its saved clipping ratios; None searches them.
+            saved: Layer name to its saved clipping ratios; None searches for ratios.
         """
         bits = self.schedule.bits
         for block in blocks:

@@ -1,13 +1,13 @@
 """Distillation: training a quantized model to follow a float teacher of the same shape.
 
-The loss is a weighted sum of three means over a batch:
+The loss is a weighted sum of means over a batch:
 
 - logits: the cross entropy of the student's class probabilities with the teacher's, both at temperature 1; class by
   class where several may be true; for a regression, the squared difference. Positions whose label is -100 do not
   count: in a model that predicts the next token, those before it.
 - hidden: the squared difference of hidden states over the teacher's mean square, averaged over the embedding output and
   all layers. Padding does not count.
-- similarity, embedding, relations: of embeddings, see `embeddings`.
+- similarity, embedding, relations: compare embeddings and relations between tokens, see `embeddings`.
 - labels: the task's own loss.
 
 Logits and hidden states as in TernaryBERT (Zhang et al., 2020, arXiv 2009.12812), which has no labels, and adds
@@ -49,11 +49,11 @@ _STATES = {
     "hidden_states": "attention_mask",
     "encoder_hidden_states": "attention_mask",
     "decoder_hidden_states": None,
-    # Of Sentence Transformers.
+    # Sentence Transformers'.
     "all_layer_embeddings": "attention_mask",
 }
-# What both models must have in common: what inputs mean, what outputs mean, and the
-# shape of what is compared.
+# Settings that both models must have in common: the meaning of inputs and of outputs, and
+# the shapes that are compared.
 _COMMON = ("vocab_size", "num_labels", "model_type")
 _COMMON_IN = {
     "hidden": ("hidden_size", "num_hidden_layers"),
@@ -68,7 +68,7 @@ PARTS = {
     "embedding": "the teacher's embeddings",
     "relations": "the teacher's relations of tokens",
 }
-# What the log calls the part `labels`.
+# The name of the part `labels` in the log.
 TASK = "task"
 
 
@@ -83,10 +83,11 @@ def load_teacher(
 
     Args:
         source: A model, or the folder or Hub id of one of `model`'s class.
-        model: The student; of a `PeftModel` the one with the adapters in it counts.
+        model: The student; of a `PeftModel`, the model inside it.
         config: What will be compared.
-        device: Where the model trains; with FSDP2 and ZeRO it is not there yet.
-        init_kwargs: For `from_pretrained`, where `source` is a name.
+        device: The device on which the model trains; with FSDP2 and ZeRO the model is
+            not there yet.
+        init_kwargs: Arguments for `from_pretrained`, if `source` is a name.
 
     Raises:
         MoQError: There is no such model, or it does not fit the student.
@@ -128,7 +129,7 @@ def load_teacher(
         raise MoQError(
             f"distillation: the labels are {ours} in the model and {theirs} in the teacher"
         )
-    # As the Trainer sets it for the student: nothing is generated.
+    # As the Trainer does for the student, since nothing is generated.
     teacher.config.use_cache = False
     teacher.requires_grad_(False).train(False)
     return cast(PreTrainedModel, teacher.to(device))
@@ -144,7 +145,9 @@ def check_kind(model: nn.Module, key: str) -> None:
         return
     way = ""
     if hasattr(model, "encode"):
-        way = "; its Trainer follows a teacher by loss=MoQDistillation(model, teacher)"
+        way = (
+            "; its Trainer follows a teacher with loss=MoQDistillation(model, teacher)"
+        )
     raise MoQError(
         f"{key}: needs a transformers model, got {type(model).__name__}{way}"
     )
@@ -156,7 +159,7 @@ def _check_teacher(
     config: DistillationConfig,
     common: Sequence[str],
 ) -> None:
-    """Check that a teacher is another model, in float, and has in common with the model what is compared.
+    """Check that a teacher is another model, in float, and that the two can be compared.
 
     Raises:
         MoQError: It does not.
@@ -169,8 +172,8 @@ def _check_teacher(
     ]
     if both:
         raise MoQError(
-            f"distillation: the teacher shares parameters with the model in training ({', '.join(both)}): give a copy, "
-            "made before"
+            f"distillation: the teacher shares parameters with the model in training ({', '.join(both)}): give a copy "
+            "that was made before training"
         )
     if is_quantized(teacher) or is_packed(teacher):
         raise MoQError(
@@ -199,18 +202,19 @@ class MoQDistillation(nn.Module):
 
     Args:
         model: The `SentenceTransformer` that the Trainer has.
-        teacher: A float one, another object; None copies `model` as it is now, before a
-            Trainer has it.
-        dropout: Whether the model keeps its dropout, which the first batch switches off
-            otherwise, for good.
+        teacher: A float model, which must be another object; None copies `model` as it
+            is now, so the loss must be made before the Trainer.
+        dropout: Whether the model keeps its dropout; otherwise the first batch switches
+            it off for good.
         **weights: `similarity`, `embedding`, `relations` and `hidden`, as in the
             config's `distillation`. Those left out are 0; without any, `similarity` and
             `embedding` are 1.
 
     Raises:
-        MoQConfigError: A weight is none, all of them are 0, or `dropout` is no bool.
-        MoQError: There is no teacher, and the model is quantized already; or the teacher
-            is quantized, has another vocabulary, or does not fit what is compared.
+        MoQConfigError: A weight is illegal, all of them are 0, or `dropout` is not a
+            bool.
+        MoQError: There is no teacher and the model is quantized already; or the teacher
+            is quantized, has another vocabulary, or cannot be compared with the model.
 
     >>> loss = MoQDistillation(nn.Linear(4, 2), embedding=2.0)
     >>> loss.teacher is loss.model, loss.config.embedding, loss.config.similarity
@@ -245,7 +249,7 @@ class MoQDistillation(nn.Module):
     ) -> dict[str, Tensor]:
         """The parts of the loss for a batch, scalars; `sentence_features` has the tokens of each column."""
         self.teacher.eval()
-        # Here, since a search for hyperparameters gives it another model for each trial.
+        # In each call, since a hyperparameter search gives the loss a new model for each trial.
         if not self.config.dropout:
             switch_off_dropout(self.model)
         total: dict[str, Any] = Counter()
@@ -268,7 +272,7 @@ class MoQDistillation(nn.Module):
         parts = (m for m in model.modules() if isinstance(m, PreTrainedModel))
         settings: Any = next(parts).config
         before = settings.output_hidden_states
-        # Sentence Transformers hand on the states of all layers where the config says so.
+        # Sentence Transformers returns the states of all layers if the config says so.
         settings.output_hidden_states = bool(self.config.hidden)
         try:
             with queries_keys_values(model, self.config.relations) as found:
@@ -278,15 +282,15 @@ class MoQDistillation(nn.Module):
 
 
 def switch_off_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
-    """Have a model in training drop nothing: no units, no paths and no layers.
+    """Make a model in training drop nothing: no units, no paths and no layers.
 
-    Dropout is noise around what a student is to match, since the teacher computes
-    without. What a model reads from its config at each call stays: Wav2Vec2's layerdrop,
+    Dropout adds noise to what a student should match, since the teacher has none. A share
+    that a model reads from its config at each call stays: Wav2Vec2's layerdrop,
     ProphetNet's dropout.
 
     Returns:
-        Each module that dropped, the attribute that says how much, and the share, above 0
-        up to 1, that it had.
+        Each module with dropout, the attribute that holds the share, and the share that
+        it had, above 0 up to 1.
     """
     shares = [
         (module, name, share)
@@ -300,9 +304,9 @@ def switch_off_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
 
 
 def _is_dropout(module: nn.Module, name: str) -> bool:
-    """Whether an attribute is a share that is dropped, by its name: attention_dropout, resid_pdrop, layerdrop, ...
+    """True if the name of an attribute says that it is a share to drop: attention_dropout, resid_pdrop, layerdrop, ...
 
-    Modules of Sentence Transformers save some; the modules inside of them drop.
+    Modules of Sentence Transformers only save some of these; modules inside them drop.
     """
     if name == "p":
         return "Dropout" in type(module).__name__
@@ -313,10 +317,11 @@ class Pass(NamedTuple):
     """A forward pass.
 
     Attributes:
-        inputs: By name.
-        output: What the model gave.
-        relations: Its queries, keys and values, where they are compared.
-        is_fused: Whether that is the loss of labels without logits, as TRL asks for it.
+        inputs: The inputs by name.
+        output: The model's output.
+        relations: Its queries, keys and values, if they are compared.
+        is_fused: Whether the output has the loss of labels without logits, as TRL asks
+            for it.
     """
 
     inputs: dict[str, Any]
@@ -329,11 +334,11 @@ class Pass(NamedTuple):
 def passes_of(
     model: nn.Module, student: nn.Module, config: DistillationConfig
 ) -> Iterator[list[Pass]]:
-    """Collect the forward passes with gradients, whoever makes them; they give hidden states where these are compared.
+    """Collect all forward passes with gradients; they return hidden states if these are compared.
 
     Args:
-        model: What is called: the model in training, wrapped or not.
-        student: The model in it.
+        model: The model in training as it is called, wrapped or not.
+        student: The model inside it.
         config: What is compared.
     """
     found: list[Pass] = []
@@ -398,15 +403,15 @@ def loss_parts(
     Args:
         student: Output of the student, with hidden states if `config.hidden` is not 0.
         teacher: Output of the teacher for the same `inputs`.
-        inputs: The batch of both: `attention_mask` is read, and `labels`, as `labels_at_logits`
-            gives them.
+        inputs: The batch of both, of which `attention_mask` is read, and `labels` as from
+            `labels_at_logits`.
         config: The weights.
         problem: See `logits_loss`.
         relations: Queries, keys and values of the student and of the teacher, if
             `config.relations` is not 0.
 
     Returns:
-        Scalars, float32, by the names of the weights but `labels`; those of weight 0 are left out.
+        Scalars, float32, by the names of their weights, without `labels` and without parts of weight 0.
 
     Raises:
         MoQError: The outputs have no names, no logits, or no hidden states.
@@ -455,9 +460,9 @@ def weighted(
 
 
 def logits_in(output: Any) -> dict[str, Tensor]:
-    """The logits in a model's output, float32, by name, CLIP's `logits_per_image` too; empty without any.
+    """The logits in a model's output, float32, by name, including CLIP's `logits_per_image`; empty without any.
 
-    Those of routers, a tuple with one for each layer, are no answer.
+    Logits of routers, a tuple with an entry for each layer, are left out.
     """
     return {
         name: output[name].float()
@@ -473,7 +478,7 @@ def logits_loss(
     labels: Any,
     problem: str | None = None,
 ) -> Tensor:
-    """The cross entropy of class probabilities with the teacher's, a scalar; the mean where there are several logits.
+    """The cross entropy of class probabilities with the teacher's, a scalar; the mean if there are several logits.
 
     Args:
         student: The student's logits, from `logits_in`.
@@ -481,8 +486,8 @@ def logits_loss(
         labels: Positions where these are -100 do not count. All positions count if the
             labels have another shape.
         problem: `problem_type` of the model's config: with `multi_label_classification`
-            each class has a probability of its own, with `regression`, or one logit and
-            no type, the loss is the squared difference.
+            each class has its own probability; with `regression`, or one logit and no
+            type, the loss is the squared difference.
     """
     losses = [
         _cross_entropy(student[name], teacher[name], labels, problem)
@@ -523,7 +528,7 @@ def check_hidden(model: nn.Module, config: DistillationConfig) -> None:
 
 
 def takes(model: nn.Module, name: str) -> bool:
-    """Whether a model's forward pass has an argument of that name, or takes any keyword argument."""
+    """True if a model's forward pass has an argument with that name, or takes any keyword argument."""
     kinds = inspect.signature(model.forward).parameters
     return name in kinds or any(
         kind.kind is kind.VAR_KEYWORD for kind in kinds.values()
@@ -558,7 +563,7 @@ def _hidden_loss(
         if len(ours) != len(theirs):
             raise MoQError(
                 f"distillation: the model gave {len(ours)} hidden states and its teacher {len(theirs)}, as layerdrop "
-                "makes it; leave distillation.dropout false, or set distillation.hidden to 0"
+                "causes; leave distillation.dropout false, or set distillation.hidden to 0"
             )
         states += [
             _state_loss(a.float(), b.float(), mask)

@@ -1,4 +1,4 @@
-"""Losses on embeddings: how texts compare, where they lie, and what the last layer attends to.
+"""Losses on embeddings: their similarities, their directions, and the relations between tokens in the last layer.
 
 They need no labels.
 """
@@ -25,8 +25,9 @@ def embeddings_in(output: Mapping[str, Any], mask: Any) -> Tensor:
     """The vectors of the texts of a batch, `[texts, size]`, float32.
 
     Args:
-        output: Of the model: its `sentence_embedding` where it has one, as models of Sentence
-            Transformers do, else the mean of `last_hidden_state` over the tokens.
+        output: The model's output, of which `sentence_embedding` is taken, which models
+            of Sentence Transformers have, or else the mean of `last_hidden_state` over
+            the tokens.
         mask: 1 for tokens, 0 for padding, `[texts, tokens]`; None counts all.
 
     Raises:
@@ -50,7 +51,7 @@ def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
     As for the hidden states of DistilBERT (Sanh et al., 2019, arXiv 1910.01108).
 
     Raises:
-        MoQError: They have not the same size.
+        MoQError: Their sizes differ.
     """
     if student.shape != teacher.shape:
         raise MoQError(
@@ -61,11 +62,12 @@ def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def similarity_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """How far the student's neighbors in a batch are from the teacher's; both `[texts, size]`.
+    """The distance between the student's and the teacher's similarities in a batch; both `[texts, size]`.
 
-    For each text the cosines with the others, divided by `TEMPERATURE`, are a distribution over them: the loss is the
-    divergence KL(teacher, student), the mean over texts. As in probabilistic knowledge
-    transfer (Passalis and Tefas, 2018, arXiv 1803.10837).
+    For each text, the cosines with the others, divided by `TEMPERATURE`, give a
+    distribution over these; the loss is the divergence KL(teacher, student), averaged over
+    texts, as in probabilistic knowledge transfer (Passalis and Tefas, 2018, arXiv
+    1803.10837).
     """
     others = ~torch.eye(len(student), dtype=torch.bool, device=student.device)
     ours, theirs = (nn.functional.normalize(x) for x in (student, teacher))
@@ -75,16 +77,16 @@ def similarity_loss(student: Tensor, teacher: Tensor) -> Tensor:
 def relation_loss(
     student: Sequence[Tensor], teacher: Sequence[Tensor], mask: Any
 ) -> Tensor:
-    """How far the relations between tokens are from the teacher's: of queries, of keys, and of values.
+    """The distance between the student's and the teacher's relations of tokens: of queries, of keys, and of values.
 
-    A relation of a token is the softmax of its products with all tokens in a head, divided by the root of the head's
-    size; the loss is KL(teacher, student), the mean over tokens, heads and the three.
-    MiniLMv2 (Wang et al., 2020, arXiv 2012.15828), with the heads of attention and the
-    last layer.
+    The relations of a token are the softmax of its products with all tokens in a head,
+    divided by the root of the head's size; the loss is KL(teacher, student), averaged over
+    tokens, heads and the three kinds: MiniLMv2 (Wang et al., 2020, arXiv 2012.15828), with
+    the heads of attention, in the last layer.
 
     Args:
-        student: Three tensors `[texts, heads, tokens, size]`, as `queries_keys_values` gives them.
-        teacher: The same of the teacher.
+        student: Three tensors `[texts, heads, tokens, size]` from `queries_keys_values`.
+        teacher: The teacher's three tensors.
         mask: 1 for tokens, 0 for padding, `[texts, tokens]`; None counts all.
     """
     losses = []
@@ -102,10 +104,10 @@ def queries_keys_values(model: nn.Module, wanted: Any = True) -> Iterator[list[T
 
     Args:
         model: The model; its layers are found by name.
-        wanted: Nothing is collected where this is false.
+        wanted: If false, nothing is collected.
 
     Raises:
-        MoQError: No layers have names that queries, keys and values do.
+        MoQError: No layers have names for queries, keys and values.
     """
     found: list[Tensor] = []
     layers, size = _attention(model) if wanted else ([], 0)
@@ -136,7 +138,7 @@ def _attention(model: nn.Module) -> tuple[list[nn.Module], int]:
             found.setdefault(parent, []).append(layer)
     if not found:
         raise MoQError(
-            "distillation.relations: no layers of the model are named as queries, keys and values are (query, q_proj, "
+            "distillation.relations: no layers of the model have names for queries, keys and values (query, q_proj, "
             "qkv_proj, ...); set it to 0"
         )
     body: Any = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
@@ -151,7 +153,7 @@ def _attention(model: nn.Module) -> tuple[list[nn.Module], int]:
 
 
 def _tokens(states: Tensor, mask: Any) -> Tensor:
-    """A mask of bool, `[texts, tokens]`: the positions of states that count."""
+    """The positions that count, bool `[texts, tokens]`."""
     return (
         torch.ones_like(states[..., 0], dtype=torch.bool)
         if mask is None
@@ -162,8 +164,8 @@ def _tokens(states: Tensor, mask: Any) -> Tensor:
 def _divergence(
     student: Tensor, teacher: Tensor, scale: float, others: Tensor
 ) -> Tensor:
-    """KL(teacher, student) of the distributions that each vector's products, divided by `scale`, give over others."""
-    # Cosines of neighbors differ by less than bfloat16 tells apart.
+    """KL(teacher, student) of the distributions over others that each vector's products, divided by `scale`, give."""
+    # Cosines of neighbors differ by less than bfloat16 can tell.
     with torch.autocast(student.device.type, enabled=False):
         ours, theirs = (
             (x @ x.transpose(-1, -2) / scale)

@@ -77,7 +77,7 @@ def after_float(config: MoQConfig, share: float) -> MoQConfig:
 
 
 def before_float(config: MoQConfig) -> MoQConfig:
-    """The config of which `after_float` made this one, but for an offset that it did not read.
+    """The config from which `after_float` made this one, except for an offset that it did not read.
 
     >>> config = MoQConfig(bits=2, start_bits=4, deadline=0.5)
     >>> before_float(after_float(config, 0.5)) == config
@@ -95,8 +95,8 @@ class FloatPhase:
 
     At its end the model is saved in the folder `float` of the output folder, evaluated,
     and loaded from there as the teacher; a run that resumes later finds it there. The
-    optimizer's state starts afresh, as the learning rate does: the rest is what a
-    second run from the saved model would be.
+    optimizer's state starts afresh, and so does the learning rate: the rest is like a
+    second run from the saved model.
 
     Args:
         trainer: The trainer of the run.
@@ -133,7 +133,7 @@ class FloatPhase:
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
         if callable(getattr(optimizer, "eval", None)):
             raise MoQError(
-                f"float_first: {type(optimizer).__name__} averages its steps and cannot begin anew after the float "
+                f"float_first: {type(optimizer).__name__} averages its steps and cannot start afresh after the float "
                 "phase; take another optimizer, or train in float first and give MoQTrainer(teacher=) that model"
             )
         if self.trainer.args.should_save:
@@ -148,8 +148,8 @@ class FloatPhase:
         trainer.save_model(str(self.folder), _internal_call=True)
         metrics = _evaluated(trainer)
         if metrics:
-            # The card says that these are of a part of the run. The Trainer has not
-            # counted this step yet.
+            # By this step the card says that they are from a part of the run. The
+            # Trainer has not counted it yet.
             metrics = {**metrics, "step": trainer.state.global_step + 1}
         if trainer.args.should_save:
             text = json.dumps(metrics, indent=4, default=str) + "\n"
@@ -204,8 +204,8 @@ def _check_class(model: PreTrainedModel) -> None:
     """Check that the model can be saved and loaded as its own teacher.
 
     Raises:
-        MoQError: Its class needs more than a config, or makes other weights of it: a
-            part was put in by hand.
+        MoQError: Its class needs more than a config, or makes other weights from it,
+            since a part was put in by hand.
     """
     try:
         # As `from_pretrained` makes it.
@@ -213,8 +213,8 @@ def _check_class(model: PreTrainedModel) -> None:
             again = type(model)(copy.deepcopy(model.config))
     except Exception as error:
         raise MoQError(
-            f"float_first: {type(model).__name__} cannot be made of its config alone ({error}), so it cannot be loaded "
-            "as its own teacher: give MoQTrainer(teacher=) a copy of a float model"
+            f"float_first: {type(model).__name__} cannot be made from its config alone ({error}), so it cannot be "
+            "loaded as its own teacher: give MoQTrainer(teacher=) a copy of a float model"
         ) from error
     shapes, shapes_again = (
         {(name, tensor.shape) for name, tensor in module.state_dict().items()}
@@ -223,7 +223,7 @@ def _check_class(model: PreTrainedModel) -> None:
     other = sorted({name for name, _ in shapes ^ shapes_again})
     if other:
         raise MoQError(
-            f"float_first: {type(model).__name__} has other weights by its config ({', '.join(other)}), so it cannot "
+            f"float_first: the config of {type(model).__name__} makes other weights ({', '.join(other)}), so it cannot "
             "be loaded as its own teacher: give MoQTrainer(teacher=) a copy of a float model"
         )
 

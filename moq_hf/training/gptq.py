@@ -1,4 +1,4 @@
-"""Start from GPTQ: round the weights of layers that fall to fewer bits so that their outputs change least."""
+"""Starts from GPTQ: rounds the weights of layers that fall to fewer bits so that their outputs change least."""
 
 import contextlib
 import copy
@@ -55,9 +55,9 @@ def start_from_gptq(
 
     Args:
         trainer: Computes the loss of a batch, and with it the inputs.
-        model: Unwrapped (no DDP).
-        layers: Already at the bits that they are to be rounded to.
-        examples: How many, over all processes; each process reads whole batches.
+        model: The model, unwrapped (no DDP).
+        layers: The layers, already at the bits to which they will be rounded.
+        examples: The number of examples over all processes; each reads whole batches.
 
     Raises:
         MoQError: The inputs of a layer are not finite.
@@ -74,7 +74,7 @@ def start_from_gptq(
 
 
 def can_round(layers: Iterable[QuantizedWeight]) -> list[QuantizedWeight]:
-    """The layers that GPTQ can round: linear ones with a weight of their own and no merged adapter."""
+    """The layers that GPTQ can round: linear ones that are not tied to a table and have no merged adapter."""
     return [
         layer
         for layer in layers
@@ -95,14 +95,14 @@ def round_weights(
     batches: Sequence[Any],
     run: Callable[[nn.Module, Any], object],
 ) -> None:
-    """Round weights with `quantizer.gptq`, layer by layer: each sees the inputs that the ones before now give.
+    """Round weights with `quantizer.gptq`, layer by layer: each sees its inputs after the earlier ones were rounded.
 
     A layer that is never called keeps its weight. All processes that share the model
     must call this.
 
     Args:
-        model: In evaluation mode, without gradients.
-        layers: From `can_round`, already at the bits that they are to be rounded to.
+        model: The model in evaluation mode, without gradients.
+        layers: Layers from `can_round`, already at the bits to which they will be rounded.
         batches: If a batch calls a layer more than once, the first call counts.
         run: Runs the model on a batch.
 
@@ -143,7 +143,7 @@ def _round(
     with (
         pretrained(model).register_forward_pre_hook(note_mask, with_kwargs=True),
         layer.module.register_forward_pre_hook(add),
-        # Where the layer is not called, the pass ends before the loss.
+        # If the layer is not called, the pass ends before the loss.
         model.register_forward_hook(stop),
     ):
         for batch in batches:

@@ -1,4 +1,4 @@
-"""Measures of how sensitive a block is to rounding: each checks the model, estimates its own cost, and measures.
+"""Measures of how sensitive a block is to rounding; each checks the model, estimates its own cost, and measures.
 
 `divergence`: how far the model's predictions move when one block is rounded to other
 bits. With p the current class probabilities and q those with the block at other bits,
@@ -65,7 +65,7 @@ def model_loss(model: nn.Module, inputs: Batch) -> Tensor:
         return loss
     raise MoQError(
         "eigenvalue: the model's output has no loss, since the Trainer computes it (label smoothing, "
-        "compute_loss_func, an own compute_loss): use MoQTrainer, or give MoQCallback the function loss(model, inputs)"
+        "compute_loss_func, its own compute_loss): use MoQTrainer, or give MoQCallback the function loss(model, inputs)"
     )
 
 
@@ -83,8 +83,8 @@ class _Measure:
             in the model's output.
         device: Device of the model.
         is_gathered_per_pass: Whether FSDP2 or ZeRO-3 gathers the parameters for a pass.
-        products: Products with the Hessian that a block took on average in the last
-            measurement.
+        products: The average number of products with the Hessian that a block took in
+            the last measurement.
     """
 
     name: ClassVar[str]
@@ -138,7 +138,7 @@ class DivergenceMeasure(_Measure):
     name = "divergence"
 
     def check_model(self) -> None:
-        """Check that FSDP2 gathers each weight for the module that multiplies with it.
+        """Check that FSDP2 gathers each weight for the module that uses it.
 
         Raises:
             MoQError: It gathers them for a wrapper of the model.
@@ -169,13 +169,13 @@ class DivergenceMeasure(_Measure):
             logits_of(self.model, batch)
 
     def cost(self, rows: float, levels: int = 1) -> float:
-        """What a measurement costs, in training examples: a reference pass, and a pass for each block and level."""
+        """The cost of a measurement in training examples: a reference pass, and a pass for each block and level."""
         return rows * FORWARD_COST * (1 + levels * len(self.blocks))
 
     def costs(
         self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]
     ) -> Costs:
-        """The divergence of each block at each of the given bits, all others unchanged; the same in all ranks.
+        """The divergence of each block at each of the given bits, with all others unchanged; the same in all ranks.
 
         Args:
             batches: Training examples, on the model's device.
@@ -230,7 +230,7 @@ class EigenvalueMeasure(_Measure):
         """Check that every process holds the weights whole.
 
         Raises:
-            MoQError: FSDP2 or ZeRO-3 takes them apart.
+            MoQError: FSDP2 or ZeRO-3 shards them.
         """
         if self.is_gathered_per_pass:
             raise MoQError(NOT_UNDER_ENGINES)
@@ -247,7 +247,7 @@ class EigenvalueMeasure(_Measure):
             )
 
     def cost(self, rows: float, levels: int = 1) -> float:
-        """What a measurement costs, in training examples: products and a graph; with batches, a graph a product."""
+        """The cost of a measurement in training examples: products and a graph, or a graph for each product."""
         graphs = 1.0 if rows <= CHUNK else self.products
         return rows * (
             GRAPH_COST * graphs + PRODUCT_COST * self.products * len(self.blocks)
@@ -256,7 +256,7 @@ class EigenvalueMeasure(_Measure):
     def costs(
         self, batches: Sequence[Batch], levels: Mapping[str, Sequence[int]]
     ) -> Costs:
-        """Second-order estimates of what rounding costs, as if it changed a block in the worst direction.
+        """Second-order estimates of the cost of rounding, as if it changed a block in the worst direction.
 
         A cost is half the block's eigenvalue times the squared length of that change.
 
@@ -393,8 +393,8 @@ def compared_rows(logits: Tensor, labels: Any, size: int) -> Tensor:
     Args:
         logits: The logits of a batch.
         labels: The labels of the batch from `labels_at_logits`; see `logits_loss`.
-        size: The most numbers in all compared rows together; where there are more,
-            evenly spaced rows are taken.
+        size: The most numbers in all compared rows together; if there are more, evenly
+            spaced rows are taken.
     """
     count = logits.shape[:-1].numel()
     rows = torch.arange(count, device=logits.device)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..model.convert import quantized_layers
-from ..processes import is_gathered_per_pass
+from ..processes import has_gathered_weights
 from ..quant_linear import quantized_in
 from ..quantized_weight import QuantizedWeight
 from ..schedule import FLOAT_BITS
@@ -34,14 +34,14 @@ def measuring(
     Inside there is no autocast, no dropout and no compiled code, and attention can be
     differentiated twice. All parameters are stand-ins and all buffers copies: the
     model's own get no gradient, no new version and no hook called. Random numbers drawn
-    inside leave the generators as they were. A model that FSDP2 or ZeRO-3 takes apart
-    keeps its parameters and its training precision.
+    inside leave the generators as they were. A model that FSDP2 or ZeRO-3 shards keeps
+    its parameters and its training precision.
 
     Args:
-        model: Unwrapped (no DDP).
+        model: The model, unwrapped (no DDP).
         blocks: Block name to parameters of the model, for eigenvalues: their stand-ins
-            require a gradient, frozen ones included, and layers multiply with stand-ins
-            that hold their quantized weights as they are now. None: layers quantize in
+            require a gradient, including those of frozen ones, and layers multiply by
+            stand-ins that hold their current quantized weights. None: layers quantize in
             each forward pass, at bits that `at_bits` can change.
 
     Yields:
@@ -54,7 +54,7 @@ def measuring(
         stack.enter_context(_restored(layer.moq for layer in layers))
         stack.enter_context(eager())
         stand_ins: dict[int, list[Tensor]] = {}
-        if any(map(is_gathered_per_pass, model.parameters())):
+        if has_gathered_weights(model):
             stack.callback(reshard, model)
             stack.enter_context(evaluating(model))
         else:
@@ -107,7 +107,7 @@ def repeatable() -> Iterator[None]:
 
 
 def eager() -> contextlib.AbstractContextManager[Any]:
-    """Run no compiled code inside."""
+    """Run no compiled code within this context."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
@@ -137,7 +137,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def is_fsdp2(module: nn.Module) -> bool:
-    """Whether `fully_shard` has wrapped a module."""
+    """True if `fully_shard` has wrapped a module."""
     return FSDP2 in (cls.__name__ for cls in type(module).__mro__)
 
 
@@ -201,7 +201,7 @@ def _exchange(
 
 
 def _use_plain_attention(model: nn.Module, stack: contextlib.ExitStack) -> None:
-    """Use attention with a second derivative: PyTorch's own in its mathematical form, any other one as eager."""
+    """Use attention with a second derivative: PyTorch's own in its mathematical form, eager instead of any other."""
     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
     for module in model.modules():
         config = getattr(module, "config", None)

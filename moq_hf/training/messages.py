@@ -1,4 +1,4 @@
-"""The sentences of a run: what it quantizes, what to know beforehand, each switch, how it resumes and how it ends."""
+"""The messages of a run: what it quantizes, what to know beforehand, each switch, how it resumes and how it ends."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -117,7 +117,7 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
     devices: set[torch.device] = {
         layer.weight.device for layer in inventory.layers.values()
     }
-    # On a CUDA device the kernels themselves say why they cannot run.
+    # On a CUDA device the kernels themselves report why they cannot run.
     if config.kernel and not all(
         device.type == "cuda" or triton_launch.available(device) for device in devices
     ):
@@ -137,7 +137,7 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
     convolutions = any(map(is_convolution, inventory.layers.values()))
     if convolutions and config.activations.enabled:
         notes.append(
-            f"{config.spell('activations')} is of linear layers: the inputs of convolutions stay in float"
+            f"{config.spell('activations')} is for linear layers: the inputs of convolutions stay in float"
         )
     if config.activations.enabled and config.has_row_groups:
         notes.append(
@@ -200,8 +200,8 @@ def notes_on_resuming(
         yield f"the checkpoint at step {step} had {had} teacher: the run goes on {goes_on}"
     if saved_at != step:
         yield (
-            f"the checkpoint at step {step} was trained without MoQ after step {saved_at}: its schedule goes on as "
-            "after that step"
+            f"the checkpoint at step {step} was trained without MoQ after step {saved_at}: its schedule goes on from "
+            "that step"
         )
 
 
@@ -210,7 +210,7 @@ def standing(
     steps: int,
     eigenvalues: Mapping[str, float] | None = None,
 ) -> str:
-    """Say where a resumed run stands, and which drops are still to come.
+    """Say how far a resumed run has come, and which drops are still to come.
 
     Args:
         schedule: The schedule, with its state loaded.
@@ -225,7 +225,7 @@ def standing(
     """
     now = f"at step {schedule.steps:,} of {steps:,}: {blocks_in_words(schedule.bits)}"
     if schedule.targets is None:
-        return f"{now}; what each block ends with is chosen at step {schedule.offset:,}"
+        return f"{now}; the bits of each block are chosen at step {schedule.offset:,}"
     # Bits are reached when the last block reaches them.
     coming = {switch.bits: switch.step for switch in schedule.forecast(eigenvalues)}
     parts = [f"{bits} bits at step {step:,}" for bits, step in coming.items()]

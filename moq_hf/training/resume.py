@@ -22,7 +22,7 @@ from .budget import Choice
 
 # Version of `MoQController.state_dict`. 0.1.0 wrote 1 and 2.
 STATE_VERSION = 3
-# Largest saved period: 15 drops from the largest one of a config.
+# The largest saved period, 15 drops after the largest in a config.
 _LONGEST = 2**128
 
 # Keys that change no result.
@@ -79,9 +79,9 @@ class SavedSchedule(TypedDict):
 
 
 class SavedSensitivity(TypedDict):
-    """What was measured, and what measuring cost."""
+    """The measured values, and the cost of measuring."""
 
-    # One may be infinite, and one that is not a number is null.
+    # A value may be infinite; NaN is saved as null.
     eigenvalues: dict[str, Annotated[float, Field(strict=True, ge=0)] | None]
     spent: Weight
     products: Weight
@@ -113,7 +113,7 @@ class SavedState(TypedDict):
 
 
 class SavedAttributes(TypedDict):
-    """What the callback saves about itself."""
+    """The attributes of a saved callback."""
 
     saved: dict[str, Any] | None
 
@@ -124,13 +124,13 @@ class SavedCallback(TypedDict):
     attributes: SavedAttributes
 
 
-# A saved state holds clipping ratios as one letter for each group: A is the first ratio
+# A saved state has one letter for the clipping ratio of each group: A is the first ratio
 # of the search, 1.00, B is 0.95, and so on; R is 1.8, S is 1.7.
 _LETTERS = dict(zip(string.ascii_uppercase, RATIOS + HIGHER_RATIOS, strict=False))
 
 
 def ratios_in_letters(ratio: Tensor) -> str:
-    """Clipping ratios, each one of those that `quantizer` tries, as text.
+    """Encode clipping ratios, each one of those that `quantizer` tries, as text.
 
     >>> ratios_in_letters(torch.tensor([[1.0], [0.95], [0.2]]))
     'ABQ'
@@ -143,15 +143,15 @@ def ratios_in_letters(ratio: Tensor) -> str:
 
 
 def ratios_of_letters(name: str, text: str, shape: tuple[int, int]) -> Tensor:
-    """The inverse of `ratios_in_letters`: float32 of a shape, on the CPU.
+    """Decode text from `ratios_in_letters`: float32 in the given shape, on the CPU.
 
     Args:
-        name: The layer's, for the error.
+        name: The layer's name, for the error.
         text: One letter for each group.
         shape: Shape of the layer's scale.
 
     Raises:
-        MoQError: The text is not that of so many ratios.
+        MoQError: The text does not hold that many ratios.
 
     >>> ratios_of_letters("dense", "ABQ", (3, 1)).tolist()
     [[1.0], [0.949999988079071], [0.20000000298023224]]
@@ -169,7 +169,7 @@ def ratios_of_letters(name: str, text: str, shape: tuple[int, int]) -> Tensor:
 def saved_state(
     entry: Any, where: str = "the checkpoint's trainer_state.json is damaged"
 ) -> Mapping[str, Any] | None:
-    """The controller's state in a callback's entry in `trainer_state.json`; None where it had none, or there is none.
+    """The controller's state in a callback's entry in `trainer_state.json`; None if there is no entry or no state.
 
     Raises:
         MoQError: The entry or the state is damaged; the text begins with `where` and
@@ -190,7 +190,7 @@ def checked_state(
     where: str = "the checkpoint's MoQ state is damaged",
     key: str = "",
 ) -> dict[str, Any]:
-    """A state of `MoQController.state_dict` that was read from a file, once checked; `config` is a `MoQConfig` then.
+    """Check a state of `MoQController.state_dict` that was read from a file; in the result `config` is a `MoQConfig`.
 
     Raises:
         MoQError: A value is wrong, or another version of moq_hf wrote the state; the
@@ -212,7 +212,7 @@ def checked_state(
 
 
 def what_counts(config: MoQConfig) -> dict[str, Any]:
-    """Dotted keys that can change a result, with their values; of a section that is off its switch alone."""
+    """Dotted keys that can change a result, with their values; only the switch of a section that is off."""
     # A null scale_dtype means the grid's default.
     flat = config.flat() | {"scale_dtype": config.grid.scale_dtype}
     off = {
@@ -220,7 +220,7 @@ def what_counts(config: MoQConfig) -> dict[str, Any]:
         for key, value in flat.items()
         if key.endswith(".enabled") and not value
     }
-    # These sections decide how a budget is spent, even where they are off.
+    # These sections decide how a budget is spent, even if they are off.
     if config.budget is not None:
         off.discard("eigenvalue")
     elif "eigenvalue" in off:
@@ -275,7 +275,7 @@ def load_schedule(
     state: Mapping[str, Any],
     changed: Mapping[str, tuple[Any, Any]],
 ) -> None:
-    """Bring a new schedule to where a saved run was, if the run can go on with the current config.
+    """Bring a new schedule to the state of a saved run, if the run can go on with the current config.
 
     Before the offset everything may change, unless the new config would have begun to
     quantize by now. From the offset on the grids are fixed, and the schedule may change
@@ -283,11 +283,11 @@ def load_schedule(
 
     Args:
         schedule: A new schedule of the current config.
-        state: What `MoQController.state_dict` gave.
-        changed: What `changes` gave.
+        state: The result of `MoQController.state_dict`.
+        changed: The result of `changes`.
 
     Raises:
-        MoQError: It cannot, or the state is of other blocks; the text has each key with
+        MoQError: It cannot, or the state has other blocks; the text has each key with
             both values.
     """
     saved, spell = state["schedule"], schedule.config.spell
@@ -319,14 +319,14 @@ def load_schedule(
 
 
 def has_begun(state: Mapping[str, Any]) -> bool:
-    """Whether a saved run, as from `MoQController.state_dict`, was at its offset or later."""
+    """True if the run with this saved state had reached its offset."""
     return any(block[0] != FLOAT_BITS for block in state["schedule"]["blocks"].values())
 
 
 def is_replayed(
     state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]
 ) -> bool:
-    """Whether the config changed so that the current schedule must take the passed steps again."""
+    """True if the config has changed so that the current schedule must repeat the steps already taken."""
     return bool(SCHEDULE_KEYS.intersection(changed) if has_begun(state) else changed)
 
 
@@ -334,7 +334,7 @@ def describe(changed: Mapping[str, tuple[Any, Any]], spell: Speller = str) -> st
     """List each key with its old and new value.
 
     Args:
-        changed: What `changes` gave.
+        changed: The result of `changes`.
         spell: Gives the name of a key by its path.
 
     >>> describe({"bits": (4, 3)})
@@ -353,7 +353,7 @@ def _replay(
     steps: int,
     bits: Mapping[str, int],
 ) -> str | None:
-    """Take `schedule` to `steps` with the measured eigenvalues; return a text on the first difference, if any."""
+    """Advance `schedule` to `steps` with the measured eigenvalues; return a text on the first difference, if any."""
     made: list[Switch] = []
     while (step := schedule.next_step()) is not None and step <= steps:
         schedule.steps = step - 1
@@ -374,6 +374,6 @@ def _replay(
 def _passed(
     history: Iterable[Switch], steps: int, bits: Mapping[str, int]
 ) -> set[tuple[int, str, int]]:
-    """Steps with the bits that blocks got after them, and what they have after `steps`, but for those in float."""
+    """Each step with the bits that a block got after it, and the bits of blocks not in float after `steps`."""
     now = {(steps, name, own) for name, own in bits.items() if own != FLOAT_BITS}
     return now | {(s.step, s.block, s.bits) for s in history}

@@ -1,4 +1,4 @@
-"""A run as a call of `Trainer.train` begins it: what it resumes, how long it is, and where its offset is."""
+"""A run, which a call of `Trainer.train` begins: what it resumes, how long it is, and where its offset is."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +18,8 @@ class Run:
 
     Args:
         config: The config to follow.
-        state: The Trainer's, once it knows how many steps there are; of a resumed run as
-            the checkpoint has it.
+        state: The Trainer's state, once it knows how many steps there are; in a resumed
+            run it comes from the checkpoint.
 
     Raises:
         MoQError: The checkpoint's entry of MoQ is damaged, or of another version.
@@ -27,14 +27,14 @@ class Run:
     Attributes:
         saved: The controller's state in the checkpoint that is resumed; None at a start,
             or if the checkpoint was made without MoQ.
-        beside: What the callback saved beside it: `saved_at`, `teacher`, ...; empty
-            without a checkpoint of MoQ.
+        beside: Other attributes that the callback saved: `saved_at`, `teacher`, ...;
+            empty without a checkpoint of MoQ.
         changed: Dotted keys that can change a result and differ from the saved config,
             each with the saved value and the current one.
         first: Optimizer steps before the run, 0 at a start.
-        last: Optimizer steps at its end; those of a checkpoint beyond it count too.
-        length: Optimizer steps that the schedule counts; those that a resumed run was
-            planned for.
+        last: Optimizer steps at its end, or at the checkpoint if that is later.
+        length: Optimizer steps that the schedule counts; in a resumed run, those that it
+            was planned for.
     """
 
     def __init__(self, config: MoQConfig, state: TrainerState) -> None:
@@ -56,17 +56,17 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """The last step was taken before the run was resumed."""
+        """True if the last step was taken before the run was resumed."""
         return self.first >= self.state.max_steps
 
     @property
     def is_without_moq(self) -> bool:
-        """The run resumes a checkpoint that was made without MoQ."""
+        """True if the run resumes a checkpoint that was made without MoQ."""
         return self.first > 0 and self.saved is None
 
     @property
     def has_begun(self) -> bool:
-        """The checkpoint was at its offset or later."""
+        """True if the checkpoint was at its offset or later."""
         return self.saved is not None and has_begun(self.saved)
 
     @property
@@ -86,6 +86,6 @@ class Run:
         """
         if self.is_without_moq:
             raise MoQError(
-                f"float_first: the checkpoint at step {self.first} was made without MoQ; give its model as start and "
-                "teacher instead, or start a new run"
+                f"float_first: the checkpoint at step {self.first} was made without MoQ; give its model as the start "
+                "and the teacher instead, or start a new run"
             )

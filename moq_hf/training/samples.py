@@ -69,7 +69,7 @@ class Samples:
 
 
 def rows_of(inputs: Mapping[str, Any]) -> int:
-    """How many examples a batch has.
+    """The number of examples in a batch.
 
     >>> rows_of({"input_ids": torch.zeros(4, 7), "return_dict": True})
     4
@@ -87,7 +87,7 @@ def rows_of(inputs: Mapping[str, Any]) -> int:
 
 
 def can_split(inputs: Batch) -> bool:
-    """Whether every entry is a tensor with the examples along its first dimension, or a plain value."""
+    """True if every entry is a tensor with the examples along its first dimension, or a plain value."""
     rows = rows_of(inputs)
     return all(
         value.dim() > 0 and len(value) == rows
@@ -100,9 +100,9 @@ def can_split(inputs: Batch) -> bool:
 def on_training_batch(
     model: nn.Module, take: Callable[[Mapping[str, Any]], None]
 ) -> RemovableHandle:
-    """Call a bound method with each batch of training, by the names of the forward pass's arguments.
+    """Call a bound method with each training batch, by the names of the forward pass's arguments.
 
-    The method's object is not kept alive by it.
+    This does not keep the method's object alive.
     """
     return model.register_forward_hook(
         _Hook(model, weakref.WeakMethod(take)), with_kwargs=True
@@ -138,7 +138,7 @@ class _Hook:
 
 
 def names_of_inputs(model: nn.Module) -> list[str]:
-    """The names of what a forward pass takes by position."""
+    """The names of the arguments that a forward pass takes by position."""
     parameters = inspect.signature(model.forward).parameters.values()
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
@@ -146,9 +146,9 @@ def names_of_inputs(model: nn.Module) -> list[str]:
 def by_name(
     names: Iterable[str], args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> Batch:
-    """A batch as a forward pass got it; the model's own loss of it is the mean over these examples."""
+    """The batch that a forward pass was given, for which the model's own loss is the mean over its examples."""
     inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-    # The number of labels in the step's batch, and TRL's way to another output.
+    # The number of labels in the step's batch would scale the loss; TRL's key changes the output.
     for name in ("num_items_in_batch", FUSED_HEAD):
         inputs.pop(name, None)
     return inputs
@@ -159,7 +159,7 @@ def _do_nothing(*args: Any) -> None:
 
 
 def check_batch(inputs: object) -> None:
-    """Check that what a user gave as inputs may be a batch: a mapping in which there are tensors.
+    """Check that the inputs a user gave may be a batch: a mapping that contains tensors.
 
     Raises:
         MoQError: It is not; says what it must be.
@@ -184,7 +184,7 @@ def check_batch(inputs: object) -> None:
 
 
 def first_batches(dataloader: Iterable[Any], rows: float) -> list[Any]:
-    """As many batches as have `rows` examples, or all that there are."""
+    """The first batches that have `rows` examples together, or all batches."""
     batches = []
     for batch in dataloader:
         batches.append(batch)
@@ -197,14 +197,14 @@ def first_batches(dataloader: Iterable[Any], rows: float) -> list[Any]:
 
 
 def first_batch(dataloader: Any) -> Mapping[str, Any] | None:
-    """A training batch, for the proof, where the hook has seen none; None if none can be read."""
+    """A training batch for the proof, if the hook has seen none; None if none can be read."""
     try:
         batch = first_batches(dataloader, 1)[0]
     # Training is done, and its result must not be lost because the data cannot be read
     # again.
     except Exception as error:
         logger.warning(
-            "moq_hf: what is delivered will not be proven, there is no batch available (%s)",
+            "moq_hf: the delivered model will not be proven, since there is no batch available (%s)",
             type(error).__name__,
         )
         return None

@@ -1,4 +1,4 @@
-"""When a run measures the sensitivity of its blocks, on which examples, and with how much of the run's time."""
+"""Measures the sensitivity of a run's blocks: when, on which examples, and within which share of the run's time."""
 
 import logging
 import math
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 # A measurement takes at least this many examples, however small the budget of time.
 MIN_ROWS = 8
-# How much faster a training step in half precision is than in float32, in which
-# sensitivity is measured.
+# The factor by which a training step in half precision is faster than in float32, in
+# which sensitivity is measured.
 HALF_PRECISION = 4.0
 
 
 def normalize(scores: Mapping[str, float]) -> dict[str, float]:
-    """Divide scores by the largest finite one; a score that is not finite gives 1, as do all if none is finite.
+    """Divide scores by the largest finite one; those that are not finite become 1, and so do all if none is.
 
     >>> normalize({"a": 4.0, "b": 1.0, "c": math.nan})
     {'a': 1.0, 'b': 0.25, 'c': 1.0}
@@ -103,18 +103,17 @@ class Sensitivity:
                 float32.
 
         Raises:
-            MoQError: An engine takes the parameters apart in a way that cannot be
-                measured.
+            MoQError: An engine shards the parameters in a way that cannot be measured.
         """
         self.measure.check_model()
         self._per_step = rows_per_step / (HALF_PRECISION if half_precision else 1.0)
         self._total = total_steps * self._per_step * self.config.max_overhead
 
     def is_due(self, schedule: PrecisionSchedule) -> bool:
-        """Whether to measure before the coming step of the schedule.
+        """True if a measurement is due before the coming step of the schedule.
 
-        That is so at the last multiple of `gas_boundary_resolution` steps before a drop,
-        and at the drop itself if nothing was measured yet.
+        It is at the last multiple of `gas_boundary_resolution` steps before a drop, and
+        at the drop itself if nothing was measured yet.
         """
         resolution = self.config.gas_boundary_resolution
         on_grid = (schedule.steps + 1) % resolution == 0
@@ -178,7 +177,7 @@ class Sensitivity:
         )
 
     def costs(self, choices: Sequence[int]) -> Costs:
-        """What each block costs at each of the given bits, all others unchanged.
+        """The cost of each block at each of the given bits, with all others unchanged.
 
         It counts towards the budget of time, and takes fewer examples if that is small.
 
@@ -196,14 +195,13 @@ class Sensitivity:
             for cost in costs_of_block.values()
         ):
             raise MoQError(
-                f"bits: the {self.measure.name} of no block is finite (NaN or Inf), so the bits "
-                "cannot be chosen by it; look at the model's loss in evaluation mode, or set another "
-                "sensitivity.measure"
+                f"bits: the {self.measure.name} of no block is finite (NaN or Inf), so bits cannot be chosen by it; "
+                "look at the model's loss in evaluation mode, or set another sensitivity.measure"
             )
         return finite_costs(costs)
 
     def report(self, elapsed: float) -> None:
-        """Log what share of `elapsed` seconds measuring took."""
+        """Log the share of `elapsed` seconds that measuring took."""
         share = self.seconds / elapsed
         limit = self.config.max_overhead
         level = logging.WARNING if share > limit else logging.INFO
@@ -217,7 +215,7 @@ class Sensitivity:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, in JSON types."""
+        """The state that a resumed run needs, in JSON types."""
         return {
             "eigenvalues": {
                 k: None if math.isnan(v) else v for k, v in self.scores.items()
@@ -228,7 +226,7 @@ class Sensitivity:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self.scores = {
             k: math.nan if v is None else v for k, v in state["eigenvalues"].items()
         }
@@ -274,7 +272,7 @@ class Sensitivity:
             raise MoQError(
                 f"{self.measure.name}s: no training example was seen before they are measured"
             )
-        # Ranks must agree on whether to measure, and on what it cost.
+        # Ranks must agree on whether to measure, and on the cost.
         count = float(sum(map(rows_of, batches)))
         return batches, mean_over_ranks([count], device)[0]
 
@@ -303,7 +301,7 @@ def _blocks_of(
         )
     parts = split_blocks(layers, config)
     weights = _weights_of(inventory, parts)
-    # Where a whole entry is one block, its biases and norms count too.
+    # If a whole entry is one block, its biases and norms count too.
     entries = {
         block: blocks[block] for block in layers if parts.get(block) == layers[block]
     }

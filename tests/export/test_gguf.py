@@ -201,12 +201,12 @@ def test_a_base_of_another_model_is_refused(tmp_path: Path, checkpoint: Path, ba
         assert list(tmp_path.glob("*out*")) == []
 
     model = hf.AutoModelForCausalLM.from_pretrained(base.with_suffix(".floats"))
-    refused(write_base(llama(1), tmp_path / "seed.gguf"), "or of other weights: blk.0.attn_q.weight is not model.l")
+    refused(write_base(llama(1), tmp_path / "seed.gguf"), "or has other weights: blk.0.attn_q.weight is not model.l")
     larger = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SHAPE, "intermediate_size": 160}))
     for name, tensor in model.state_dict().items():
         if "mlp" not in name:
             larger.get_parameter(name).data.copy_(tensor)
-    refused(write_base(larger, tmp_path / "larger.gguf"), "is of another model, .* blk.0.ffn_gate.weight is not mo")
+    refused(write_base(larger, tmp_path / "larger.gguf"), "is another model's, .* blk.0.ffn_gate.weight is not mo")
     lacking = write_base(model, tmp_path / "lacking.gguf", without=("blk.1.ffn_up.weight",))
     refused(lacking, "has no tensor for model.layers.1.mlp.up_proj:")
     refused(write_base(model, tmp_path / "q8.gguf", Kind.Q8_0), "holds Q8_0: it must be in floats")

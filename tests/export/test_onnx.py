@@ -464,7 +464,7 @@ def test_a_decoder_by_the_names_of_others(classifier: Path, tmp_path: Path, monk
     assert tokenizer["model_max_length"] == SHAPE["max_position_embeddings"]
     # Layers of 8 bits have no such name.
     found = export_onnx(classifier, tmp_path / "eight", flavors=["nbits"], names="hub")
-    assert found.files == {} and found.left_out == {"onnx/model_q8.onnx": "nobody looks for 8 bits in blocks"}
+    assert found.files == {} and found.left_out == {"onnx/model_q8.onnx": "no library looks for 8 bits in blocks"}
     with pytest.raises(MoQError, match="flavors must be one of weight-only, int8, nbits, qdq"):
         export_onnx(source, tmp_path / "float", flavors=["float"], names="hub")
 

@@ -125,7 +125,7 @@ OUTWARDS: dict[str, dict[str, Any]] = {
         "quantize_algo": {"scale": "absmax"},
     },
 }
-BEYOND = r"^{}\.weight has weights so large that their places on the grid are beyond {}, the most that {} holds"
+BEYOND = r"^{}\.weight has weights so large that on the grid they are beyond {}, the most that {} holds"
 
 
 def three_kinds(dtype: torch.dtype = torch.float16) -> nn.Sequential:

@@ -525,7 +525,7 @@ def test_a_pruned_layer_is_named_and_saved_once_pruning_is_permanent(
     settings = arguments(tmp_path, max_steps=2)
     trainer = MoQTrainer(bert(), settings, train_dataset=rows_of(TASK), moq_config=FIXED, callbacks=[Prune()])
     trainer.train()
-    told = r"the weights of bert\.pooler\.dense are computed anew in each forward pass, .*prune\.remove"
+    told = r"the weights of bert\.pooler\.dense are recomputed in each forward pass, .*prune\.remove"
     assert re.search(rf"nothing is delivered to .*: {told}", caplog.text)
     with pytest.raises(MoQError, match=told):
         trainer.save_model()
@@ -554,7 +554,7 @@ def test_a_weight_that_is_used_past_its_layer_is_refused(tmp_path: Path, caplog:
     model = bert(Past)
     # Without the pooler's own call it is a weight whose layer nobody uses.
     model.bert.pooler.forward = lambda hidden: hidden[:, 0]
-    with pytest.raises(MoQError, match=r'past their quantization: bert\.pooler\.dense; .* "bert\.pooler\.dense"'):
+    with pytest.raises(MoQError, match=r'so not quantized: bert\.pooler\.dense; .* "bert\.pooler\.dense"'):
         train(model, tmp_path, remove_unused_columns=False)
     left = {**CONFIG, "modules_to_not_convert": ["bert.pooler.dense", "classifier"]}
     model = bert(Past)
@@ -616,7 +616,7 @@ def test_nothing_to_compare_is_no_proof(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Odd, "answer", staticmethod(lambda logits: {"text": "fine"}))
     model = quantize_model(bert(Odd), FIXED)
     save_quantized(model, tmp_path, inputs=inputs_of(TASK, model))
-    assert str(verify_quantized(tmp_path).proof) == "Not verified: the model gives no tensor to compare"
+    assert str(verify_quantized(tmp_path).proof) == "Not verified: the model returns no tensor to compare"
 
 
 def test_nothing_of_an_older_model_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_what_transformers_does_not_load_packed_is_floats_on_the_grid(
     for dtype in (torch.float32, torch.float16):
         caplog.clear()
         model = saved(tmp_path / str(dtype), "Mixtral", "mxfp4", dtype)
-        assert "experts in mxfp4 are packed in bfloat16 alone (model.layers." in caplog.text
+        assert "experts in mxfp4 are packed only in bfloat16 (model.layers." in caplog.text
         found = verify_quantized(tmp_path / str(dtype), model)
         assert found.state["layout"] == "unpacked" and found.proof is not None and found.proof.agrees
         assert {layer.stored for name, layer in found.layers.items() if "experts" in name} == {"dense"}

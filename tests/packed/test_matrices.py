@@ -146,7 +146,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     state = read_state(tmp_path)
     matrices = state["layers"][PARAMETER]["matrices"]
     for wrong, fragment in (
-        (matrices[:3], "are not those of a weight"),
+        (matrices[:3], "do not belong to a weight"),
         ([], "the weights cannot be read"),
         ([*matrices[:-1], "elsewhere"], "the weights cannot be read"),
     ):

@@ -260,7 +260,7 @@ NOT_THOSE = "is not the file that was saved with its trainer_state.json"
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "Sentence Transformers": (
         lambda folder: (folder / "config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}'),
-        "it is of Sentence Transformers; resume the run from it",
+        "it is a checkpoint of Sentence Transformers; resume the run from it",
     ),
     "a delivered model": (replaced("moq_state.json", "{}"), "it is what a run delivered; give a checkpoint"),
     "no folder": (shutil.rmtree, "not a whole checkpoint (there is no such folder)"),
@@ -278,7 +278,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "folder of a run": (
         lambda folder: [(folder / name).unlink() for name in ("config.json", "model.safetensors")],
-        "is no folder checkpoint-N of a run: it holds no weights",
+        "is not a folder checkpoint-N of a run: it holds no weights",
     ),
     "no config": (
         without("config.json"),
@@ -310,7 +310,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
             (folder / "model.safetensors").rename(folder / "adapter_model.safetensors"),
             (folder / "adapter_config.json").write_text("{}"),
         ),
-        "holds PEFT's adapters alone",
+        "holds only PEFT's adapters",
     ),
     "adapters inside": (
         reweighted(lambda w: w.update({QUERY.replace(".weight", ".base_layer.weight"): w.pop(QUERY)})),

@@ -74,7 +74,7 @@ def test_folders_compute_with_rounded_inputs(
     [
         ("GPT-2", "causal LM", rounding(), "they are Conv1D layers (transformer.h.*.attn.c_attn (2)"),
         ("ModernBERT", "masked LM", rounding(4, "per_token"), "transformers unpacks a model of its kind"),
-        ("BERT", "masked LM", rounding(4), "static scales go with 8 bits per channel"),
+        ("BERT", "masked LM", rounding(4), "static scales need 8 bits per channel"),
         ("BERT", "masked LM", rounding(quantize_algo={"q_type": "asymmetric"}), "their grid is asymmetric"),
         ("Llama", "causal LM", rounding(scale="per_tensor"), "scales are per_tensor"),
         ("Llama", "causal LM", rounding(4, "per_token", quantize_embeddings=4), "tables of fewer than 8 bits"),

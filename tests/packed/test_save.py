@@ -202,12 +202,12 @@ def forge(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     [
         (8, "symmetric", "weight_packed", lambda t: t.fill_(0), "codes beyond 127 at 8 bits"),
         (2, "symmetric", "weight_packed", lambda t: t.fill_(0), "codes beyond 1 at 2 bits"),
-        (3, "symmetric", "weight_packed", lambda t: t[:, :-1].clone(), "cannot be read|not those of a weight"),
-        (3, "symmetric", "weight_shape", lambda t: t + 1, "not those of a weight"),
+        (3, "symmetric", "weight_packed", lambda t: t[:, :-1].clone(), "cannot be read|do not belong to a weight"),
+        (3, "symmetric", "weight_shape", lambda t: t + 1, "do not belong to a weight"),
         (4, "symmetric", "weight_scale", lambda t: -t, "a scale is not a positive number"),
         (4, "asymmetric", "weight_scale", lambda t: t * torch.nan, "a scale is not a positive number"),
         (4, "asymmetric", "weight_zero_point", lambda t: t + 100, "zero points beyond 15 at 4 bits"),
-        (4, "full", "weight_scale", lambda t: t * 0, "a scale is not a finite number but 0"),
+        (4, "full", "weight_scale", lambda t: t * 0, "a scale is not a finite nonzero number"),
         (4, "full", "weight_packed", lambda t: t.fill_(-0x66666667), "no code is beyond 3"),
     ],
 )
@@ -254,10 +254,10 @@ OUTPUT = "bert.encoder.layer.0.attention.output.dense"
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda s: s.pop("format"), "is of format null, written by moq_hf"),
+        (lambda s: s.pop("format"), "has format null, written by moq_hf"),
         (
             lambda s: s.update(format=1, versions=[]),
-            "is of format 1, written by moq_hf null, and this is moq_hf .* plain transformers loads",
+            "has format 1, written by moq_hf null, and this is moq_hf .* plain transformers loads",
         ),
         (lambda s: s.pop("layers"), "layers is missing"),
         (lambda s: s.update(layers={}), "layers: Dictionary should have at least 1 item"),
@@ -267,7 +267,7 @@ OUTPUT = "bert.encoder.layer.0.attention.output.dense"
         (lambda s: s["layers"][QUERY].update(kind="lstm"), "kind must be 'linear', "),
         (lambda s: s["layers"][QUERY].update(shape="x"), 'shape must be a valid tuple, not "x"'),
         (lambda s: s["layers"][QUERY].update(shape=[0, 32]), "shape.0 must be greater than or equal to 1"),
-        (lambda s: s["layers"][QUERY].update(scales=[0, 0]), f"layers.{QUERY}.scales are not those of its shape"),
+        (lambda s: s["layers"][QUERY].update(scales=[0, 0]), f"layers.{QUERY}.scales do not fit its shape"),
         (lambda s: s["layers"][QUERY].update(bytes_before=-1), "bytes_before must be greater than or equal to 0"),
         (lambda s: s["parameters"].update(mean_bits=10**400), "mean_bits must be "),
         (lambda s: s["layers"][QUERY].update(group="none"), "the weights cannot be read: KeyError: 'none'"),

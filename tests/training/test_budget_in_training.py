@@ -197,7 +197,7 @@ def test_a_schedule_needs_its_choice() -> None:
     schedule = PrecisionSchedule(MoQConfig.from_dict(config({"mean": 3.0}, offset=2)), ["a", "b"])
     assert not schedule.is_choosing and schedule.advance() == ()
     assert schedule.is_choosing
-    with pytest.raises(MoQError, match="not chosen yet"):
+    with pytest.raises(MoQError, match="not been chosen yet"):
         schedule.advance()
     schedule.choose({"a": 2, "b": 8})
     assert [(s.block, s.bits) for s in schedule.advance()] == [("a", 2), ("b", 8)]

@@ -471,7 +471,7 @@ def test_each_phase_needs_a_step(tmp_path: Path) -> None:
 def test_a_checkpoint_without_moq_is_not_gone_on_from(tmp_path: Path) -> None:
     Trainer(calm_model(), arguments(tmp_path, save_strategy="steps", save_steps=4), train_dataset=rows(32)).train()
     shutil.rmtree(tmp_path / "checkpoint-16")
-    with pytest.raises(MoQError, match="the checkpoint at step 12 was made without MoQ; give its model as start"):
+    with pytest.raises(MoQError, match="the checkpoint at step 12 was made without MoQ; give its model as the start"):
         float_first(tmp_path).train(resume_from_checkpoint=True)
 
 
@@ -544,7 +544,7 @@ class NoLogits(BertForSequenceClassification):
             NoLogits,
             "nothing in the model's output is named as logits are .* only loss, hidden_states; set distillation.log",
         ),
-        (lambda config: Demanding(config, 1.0), r"cannot be made of its config alone \(.*missing 1 required"),
+        (lambda config: Demanding(config, 1.0), r"cannot be made from its config alone \(.*missing 1 required"),
     ],
     ids=["no hidden states", "tuple", "no logits", "class"],
 )
@@ -626,7 +626,7 @@ def test_an_optimizer_that_averages_its_steps_is_refused(tmp_path: Path) -> None
 
     model = calm_model()
     trainer = float_first(tmp_path, trainer={"model": model, "optimizers": (Free(model.parameters(), lr=1e-3), None)})
-    with pytest.raises(MoQError, match="Free averages its steps and cannot begin anew"):
+    with pytest.raises(MoQError, match="Free averages its steps and cannot start afresh"):
         trainer.train()
 
 

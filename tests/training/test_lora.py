@@ -384,7 +384,7 @@ def of_parameter() -> Any:
 
 
 SEQ_CLS = {"task_type": "SEQ_CLS", "target_modules": ["query"]}
-TWO = "two adapters of one weight: set ensure_weight_tying, without DoRA"
+TWO = "two adapters for one weight: set ensure_weight_tying, without DoRA"
 TIED = {"ensure_weight_tying": True}
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "dropout": (
@@ -394,10 +394,10 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "bias": (lambda: adapted(lora_bias=True), "lora_bias trains a second bias: set it to False"),
     "float": (lambda: llama("q_proj", "lm_head"), "what stays in float: quantize it"),
     "aLoRA": (lambda: llama("q_proj", alora_invocation_tokens=[5]), "ALoraLinearVariant is neither"),
-    "parameters": (of_parameter, "target_parameters cannot be merged: adapt layers by target_modules"),
+    "parameters": (of_parameter, "target_parameters cannot be merged: adapt layers with target_modules"),
     "groups": (of_convolution, r"a convolution with groups cannot be merged.*model\.0\.base_layer"),
-    "none": (lambda: new_model("BERT", TASK), r"is none of peft\.get_peft_model with LoRA: call that before"),
-    "add_adapter": (with_add_adapter, r"is none of peft\.get_peft_model with LoRA: call that before"),
+    "none": (lambda: new_model("BERT", TASK), r"needs a model with LoRA from peft\.get_peft_model: call that first"),
+    "add_adapter": (with_add_adapter, r"needs a model with LoRA from peft\.get_peft_model: call that first"),
     "IA3": (lambda: wrapped(peft.IA3Config(**SEQ_CLS, feedforward_modules=[])), "Linear of PEFT is not LoRA"),
     "AdaLoRA": (lambda: wrapped(peft.AdaLoraConfig(**SEQ_CLS, total_step=9)), "SVDLinear of PEFT is not LoRA"),
     "tied": (lambda: llama("embed_tokens", "lm_head"), TWO),

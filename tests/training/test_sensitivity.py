@@ -192,7 +192,7 @@ class Once(torch.autograd.Function):
 
 
 def test_a_kernel_without_a_second_derivative_stops_the_run_and_kinks_do_not() -> None:
-    with pytest.raises(MoQError, match=r"no right second derivative.*divergence"):
+    with pytest.raises(MoQError, match=r"a wrong second derivative.*divergence"):
         run(MoQController(Blocks(activation=Once.apply), config(period=1)), 2)
     assert run(MoQController(Blocks(activation=torch.relu), config(period=1)), 2)
 

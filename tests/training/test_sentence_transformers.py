@@ -202,7 +202,7 @@ def test_a_dense_module_stays_in_float_and_is_kept(tmp_path: Path, alone: Any) -
     check_answers(callback, "SentenceTransformer", model, alone)
     # Packed it could not be: the module's own file holds floats.
     quantize_model(model, {"quantize_bits": {"target_bits": 4}, "quantize_heads": True})
-    with pytest.raises(MoQError, match="quantized layers lie outside of the model of transformers"):
+    with pytest.raises(MoQError, match="quantized layers are outside of the model of transformers"):
         save_quantized(model, tmp_path / "heads")
 
 
