@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from .config import MoQConfig
@@ -14,13 +14,10 @@ from .errors import MoQConfigError
 _TAKEN = ("enabled", "verbose", "seed")
 
 
-class Unsaid(Enum):
-    """The value of a keyword that was not given, if None can be given."""
+class Unsaid(StrEnum):
+    """The value of a keyword that was not given, if None can be given; JSON can hold it."""
 
     UNSAID = "not said"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 def _option(text: str, default: Any = None, **more: Any) -> Any:
@@ -34,7 +31,6 @@ def _options() -> list[tuple[str, Any, Any]]:
     for name, place in places().items():
         if name in _TAKEN:
             continue
-        unsaid = None
         if isinstance(place, dict):
             kinds = {"object"}
             text = f"section as JSON, with {', '.join(place)}"
@@ -42,9 +38,6 @@ def _options() -> list[tuple[str, Any, Any]]:
             schema = key_schemas()[name]
             text = f"{schema['description']} ({legal(schema)})"
             kinds = {k.get("type", "object") for k in schema.get("anyOf", [schema])}
-            # For a list argparse knows no default but None.
-            if "null" in kinds and "array" not in kinds:
-                unsaid = Unsaid.UNSAID
         kind: Any = str | None
         if "boolean" in kinds:
             kind = bool | None
@@ -54,6 +47,8 @@ def _options() -> list[tuple[str, Any, Any]]:
             kind = dict[str, Any] | str | None
         if name == "activations":
             text = f"{text}; or its bits"
+        # argparse would read any other text than None as a list, or as true or false.
+        unsaid = Unsaid.UNSAID if "null" in kinds and kind == str | None else None
         # Without a value it is on.
         is_switch = kind == bool | None or name == "activations"
         more = {"nargs": "?", "const": True} if is_switch else {}
@@ -107,7 +102,7 @@ class MoQArguments(_Keywords):  # type: ignore[misc]
         given = {
             option.name: _value(getattr(self, option.name))
             for option in fields(_Keywords)
-            if getattr(self, option.name) is not option.default
+            if getattr(self, option.name) != option.default
         }
         section = given.get("distillation", {})
         # The config reports a value that is not a section.

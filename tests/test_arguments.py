@@ -44,6 +44,11 @@ def test_words_of_a_command_line_are_the_config_s(words: list[str], expected: Mo
     assert parsed(*words).config() == expected
 
 
+def test_arguments_outlive_json() -> None:
+    for given in (parsed(), parsed("--moq_config", "lm-w4", "--group_size", "null")):
+        assert MoQArguments(**json.loads(json.dumps(dataclasses.asdict(given)))).config() == given.config()
+
+
 def test_nothing_asked_for_is_no_config(tmp_path: Path) -> None:
     found = parsed()
     assert found.config() is None and found.for_trainer() == {"moq_config": None, "float_first": None}
