@@ -489,7 +489,7 @@ class Prepared:
 
 
 def multiplies_integers(module: nn.Module, weight: Quantized) -> bool:
-    """True if a layer can multiply integers of 8 bits: a linear one with one scale in a row."""
+    """Whether a layer can multiply integers of 8 bits: a linear one with one scale in a row."""
     return isinstance(module, nn.Linear) and weight.scale.shape[1] == 1
 
 

@@ -98,7 +98,7 @@ def target_here() -> Target:
 
 
 def is_exact_signed(codes: Tensor, bits: int) -> bool:
-    """True if two products of these codes with unsigned activations of `bits` fit into 16 bits."""
+    """Whether two products of these codes with unsigned activations of `bits` fit into 16 bits."""
     return 2 * ((1 << bits) - 1) * int(codes.abs().max()) <= _INT16_MAX
 
 
