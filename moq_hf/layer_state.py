@@ -379,7 +379,7 @@ class LayerState:
         return self.shaped(values, weight)
 
     def sources(self, weight: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What the quantized weight is made from, in a form to compare, and the values whose addresses that names."""
+        """The sources of the quantized weight, in a form to compare, and the values whose addresses these name."""
         lora = self.lora.parts() if self.lora else ()
         own = weight.detach()
         identity = (

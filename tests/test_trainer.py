@@ -304,7 +304,7 @@ def test_embedding_models_are_delivered_and_told_how_to_follow_a_teacher(tmp_pat
     trainer.save_model(str(tmp_path / "saved"))
     assert_packed(tmp_path / "saved")
     for given in ({"teacher": copy.deepcopy(trainer.model)}, {"float_first": True}):
-        with pytest.raises(MoQError, match=r"got SentenceTransformer; .* by loss=MoQDistillation\(model, teacher\)"):
+        with pytest.raises(MoQError, match=r"got SentenceTransformer; .* with loss=MoQDistillation\(model, teacher\)"):
             embeddings(tmp_path, **given)
 
 

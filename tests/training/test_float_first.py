@@ -508,7 +508,7 @@ def test_what_would_fail_in_the_middle_fails_at_the_start(tmp_path: Path) -> Non
 def test_a_part_that_was_put_in_by_hand_is_named(tmp_path: Path) -> None:
     model = calm_model()
     model.classifier = torch.nn.Linear(16, 5)
-    with pytest.raises(MoQError, match=r"other weights by its config \(classifier\.bias, classifier\.weight\)"):
+    with pytest.raises(MoQError, match=r"makes other weights \(classifier\.bias, classifier\.weight\)"):
         float_first(tmp_path, trainer={"model": model})
 
 
