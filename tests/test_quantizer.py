@@ -433,7 +433,7 @@ W = torch.randn(6, 8)
         ({"weight": W, "bits": 4, "grid": Grid(RowBlocks(0))}, "0 groups"),
         ({"weight": W, "bits": 4, "grid": Grid(PerGroup(3))}, "3 does not divide the 8 columns"),
         ({"weight": W, "bits": 1, "grid": Grid(symmetric=False)}, "symmetric only"),
-        ({"weight": W, "bits": 4, "grid": Grid(symmetric=False, full=True)}, "full range is of symmetric"),
+        ({"weight": W, "bits": 4, "grid": Grid(symmetric=False, full=True)}, "full range is for symmetric"),
         ({"weight": W, "bits": 2, "grid": NOISY}, "nearest only"),
         ({"weight": W, "bits": 2, "ratio": torch.ones(1, 1)}, "no clipping ratio"),
         ({"weight": W, "bits": 4, "ratio": torch.ones(3, 1)}, r"\[3, 1\], the scale has \[1, 1\]"),

@@ -190,9 +190,9 @@ def save_quantized(
     Raises:
         MoQError: The model is not one of transformers or has no quantized layer, a
             quantized weight is shared, sharded or holds NaN or Inf, transformers cannot
-            make a model of its class, `layout` is none of these or "gemma" and has
-            no place for a layer, the model cannot answer `inputs`, or the files cannot
-            be written.
+            make a model of its class, `layout` is not one of these, or is "gemma" and
+            has no place for a layer, the model cannot answer `inputs`, or the files
+            cannot be written.
 
     >>> import tempfile
     >>> from moq_hf import quantize_model, verify_quantized

@@ -106,7 +106,7 @@ def test_one_layer_with_fewer_keys_than_queries_is_refused() -> None:
 
 def test_a_model_without_attention() -> None:
     with (
-        pytest.raises(MoQError, match=r"distillation\.relations: no layers of the model are named"),
+        pytest.raises(MoQError, match=r"distillation\.relations: no layers of the model have names"),
         queries_keys_values(nn.Sequential(nn.Linear(2, 2))),
     ):
         pass
