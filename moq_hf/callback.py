@@ -35,6 +35,7 @@ from .packed.save import Delivered, SaveOptions, deliver
 from .packed.state import shareable
 from .processes import gathered_state_dict, is_gathered_per_pass
 from .schedule import Switch
+from .seams.sentence_transformers import body_of
 from .seams.transformers import (
     ExportableState,
     add_notebook_column,
@@ -253,7 +254,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             logger.info("moq_hf is off: the config says enabled: false")
             return
         self._find_trainer(state)
-        self._check_engine(args)
+        self._check_surroundings(args, kwargs["model"])
         inventory = take_inventory(kwargs["model"], self.config)
         if is_quantized(inventory.model):
             # By an earlier run: until training begins, evaluating it must give what
@@ -301,7 +302,7 @@ class MoQCallback(TrainerCallback, ExportableState):
         # A run that ended with an error may have left some.
         self._host.remove_callback(_AfterAll)
         model = kwargs["model"]
-        self._check_engine(args)
+        self._check_surroundings(args, kwargs["model"])
         if run.saved is None and run.is_over:
             raise MoQError(
                 f"the run has no optimizer step: set num_train_epochs or max_steps to more than {run.first}"
@@ -376,16 +377,23 @@ class MoQCallback(TrainerCallback, ExportableState):
                 "the trainer a ref_model, or set precompute_ref_log_probs=False"
             )
 
-    def _check_engine(self, args: TrainingArguments) -> None:
-        """Refuse to train scales where an engine would take them apart from their codes.
+    def _check_surroundings(self, args: TrainingArguments, model: nn.Module) -> None:
+        """Refuse to train scales where they would be taken apart from their codes, or lost.
 
         Raises:
-            MoQError: It would.
+            MoQError: They would be.
         """
+        if self.config.train != "scales":
+            return
         host = self._host
-        is_apart = host.is_deepspeed_enabled or host.is_fsdp_enabled or args.n_gpu > 1
-        if self.config.train == "scales" and is_apart:
+        if host.is_deepspeed_enabled or host.is_fsdp_enabled or args.n_gpu > 1:
             raise MoQError(SCALES_APART)
+        saves = args.save_strategy != "no"
+        if saves and body_of(model) is not None:
+            raise MoQError(
+                'train: "scales": Sentence Transformers loads checkpoints, also that of the best model, without the '
+                'scales: set save_strategy="no"; the run delivers its model in the end'
+            )
 
     def _check_optimizer(self, controller: MoQController, optimizer: Any) -> None:
         """Refuse an optimizer that was made before there were scales to train.

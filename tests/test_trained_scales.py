@@ -29,8 +29,10 @@ from moq_hf import (
 )
 from moq_hf.export.floats import export_floats
 from moq_hf.export.gguf import export_gguf
+from moq_hf.memory import memory_of
 from moq_hf.model.convert import quant_layers
 from moq_hf.packed.pack import pack_checkpoint
+from moq_hf.training.controller import MoQController
 from moq_hf.weight_matrix import to_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -186,6 +188,25 @@ def test_a_killed_run_resumes_bit_for_bit(more: dict[str, Any], tmp_path: Path) 
     assert_same(*(load_file(f / "model.safetensors") for f in (tmp_path / "packed", tmp_path / "whole" / "quantized")))
 
 
+def test_the_checkpoint_of_experts_is_packed_as_the_run_delivers(tmp_path: Path) -> None:
+    data = [{"input_ids": row["input_ids"] % 48, "labels": row["input_ids"] % 48} for row in rows()]
+    args = arguments(tmp_path, max_steps=2, learning_rate=2e-3, save_strategy="steps", save_steps=2)
+    config = {"bits": 4, "group_size": 16, "embeddings": None, "train": "scales"}
+    hf.Trainer(mixture("Mixtral"), args, train_dataset=data, callbacks=[MoQCallback(config)]).train()
+    pack_checkpoint(tmp_path / "checkpoint-2", tmp_path / "packed")
+    assert_same(*(load_file(tmp_path / name / "model.safetensors") for name in ("packed", "quantized")))
+
+
+def test_what_a_run_holds() -> None:
+    model = bert()
+    held = memory_of(MoQController(model, MoQConfig(**SCALES), 1))
+    scales = 4 * sum(parameter.numel() for parameter in scales_of(model).values())
+    floats = 4 * sum(parameter.numel() for parameter in bert().parameters())
+    codes = sum(layer.float_weight.numel() for layer in quant_layers(model).values())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert held["gradients"] == scales and held["weights"] == floats + scales + codes + buffers
+
+
 def test_a_checkpoint_loads_into_a_quantized_model(tmp_path: Path) -> None:
     trainer = run(tmp_path, save_strategy="steps", save_steps=16)
     model = quantize_model(new_model(), SCALES).eval()
@@ -303,7 +324,7 @@ def test_other_weights(case: str, tmp_path: Path) -> None:
     assert verify_quantized(folder, model).proof.agrees
     # As a checkpoint, and copied.
     model.save_pretrained(tmp_path / "float")
-    assert not type(plain).from_pretrained(tmp_path / "float").state_dict().keys() ^ plain.state_dict().keys()
+    assert_same(type(plain).from_pretrained(tmp_path / "float").state_dict(), plain.state_dict())
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(logits(again, TOKENS), logits(model, TOKENS))
         step(again, TOKENS)
