@@ -421,12 +421,13 @@ def test_what_is_unfrozen_trains_too_and_a_second_call_goes_on(tmp_path: Path) -
     assert_same(*ends)
 
 
-def test_a_run_of_weights_takes_the_scales_away(tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", [PLAIN, {**SCALES, "enabled": False}], ids=["weights", "off"])
+def test_another_config_takes_the_scales_away(after: dict[str, Any], tmp_path: Path) -> None:
     model = run(tmp_path, max_steps=2).model
-    quantize_model(model, PLAIN)
+    quantize_model(model, after)
     assert list(model.state_dict()) == list(new_model().state_dict())
     assert all(parameter.requires_grad for parameter in model.parameters())
-    assert torch.equal(logits(model.eval()), logits(quantize_model(new_model(), PLAIN).eval()))
+    assert torch.equal(logits(model.eval()), logits(quantize_model(new_model(), after).eval()))
 
 
 @pytest.mark.parametrize("more", [{"bits": 4}, {"group_size": 16}])

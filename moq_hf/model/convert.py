@@ -203,7 +203,7 @@ def _scales_to_train(
     states = [layer.moq for layer in quantized_layers(model).values()]
     every = [state.trained for state in states if state.trained is not None]
     found = {(scales.module, scales.attribute): scales for scales in every}
-    if config.train == "scales":
+    if config.train == "scales" and config.enabled:
         if not found:
             freeze_all(model)
         return found

@@ -246,7 +246,7 @@ class Encoder:
         else:
             trained = state.trained
             try:
-                # Frozen codes are those of the weight, however it was saved meanwhile.
+                # Frozen codes are in use, whatever has become of the weight.
                 values = (trained and trained.start) or quantizer.quantize(
                     weight, state.bits, state.grid, ratio=ratio, seed=state.seed
                 )
