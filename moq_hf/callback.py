@@ -35,6 +35,7 @@ from .packed.save import Delivered, SaveOptions, deliver
 from .packed.state import shareable
 from .processes import gathered_state_dict, has_gathered_weights
 from .schedule import Switch
+from .seams.sentence_transformers import body_of
 from .seams.transformers import (
     ExportableState,
     add_notebook_column,
@@ -52,6 +53,7 @@ from .seams.transformers import (
     tell_of_saves,
     train_no_more_than_asked,
 )
+from .trained_scales import SCALES_APART
 from .training import messages
 from .training.checkpoints import (
     STATE_FILE,
@@ -252,6 +254,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             logger.info("moq_hf is off: the config says enabled: false")
             return
         self._find_trainer(state)
+        self._check_surroundings(args, kwargs["model"])
         inventory = take_inventory(kwargs["model"], self.config)
         if is_quantized(inventory.model):
             # An earlier run quantized it: until training begins, evaluation must give
@@ -299,12 +302,14 @@ class MoQCallback(TrainerCallback, ExportableState):
         # A run that failed may have left some.
         self._host.remove_callback(_AfterAll)
         model = kwargs["model"]
+        self._check_surroundings(args, kwargs["model"])
         if run.saved is None and run.is_over:
             raise MoQError(
                 f"the run has no optimizer step: set num_train_epochs or max_steps to more than {run.first}"
             )
         self.controller = controller = MoQController(model, self.config, run.length)
         self._check_host(controller, args)
+        self._check_optimizer(controller, kwargs.get("optimizer"))
         # So that the Trainer can load what it saves.
         checkpoints_as_modules(self._host, pretrained(controller.model))
         self._began = time.perf_counter()
@@ -369,6 +374,40 @@ class MoQCallback(TrainerCallback, ExportableState):
             raise MoQError(
                 "precompute_ref_log_probs: TRL asked the model for its reference when it was quantized already: give "
                 "the trainer a ref_model, or set precompute_ref_log_probs=False"
+            )
+
+    def _check_surroundings(self, args: TrainingArguments, model: nn.Module) -> None:
+        """Refuse to train scales where they would be taken apart from their codes, or lost.
+
+        Raises:
+            MoQError: They would be.
+        """
+        if self.config.train != "scales":
+            return
+        host = self._host
+        if host.is_deepspeed_enabled or host.is_fsdp_enabled or args.n_gpu > 1:
+            raise MoQError(SCALES_APART)
+        saves = args.save_strategy != "no"
+        if saves and body_of(model) is not None:
+            raise MoQError(
+                'train: "scales": Sentence Transformers loads checkpoints, also that of the best model, without the '
+                'scales: set save_strategy="no"; the run delivers its model in the end'
+            )
+
+    def _check_optimizer(self, controller: MoQController, optimizer: Any) -> None:
+        """Refuse an optimizer that was made before there were scales to train.
+
+        Raises:
+            MoQError: It was.
+        """
+        groups = getattr(optimizer, "param_groups", ())
+        known = {id(each) for group in groups for each in group["params"]}
+        scales = controller.inventory.trained_scales()
+        if any(each.requires_grad and id(each) not in known for each in scales):
+            raise MoQError(
+                f"{self.config.spell('train')}: the optimizer does not have the scales, which were added to the model "
+                "after it was made: call quantize_model(model, config) before that, in model_init too, or have the "
+                "Trainer, with the callback from the start, make the optimizer"
             )
 
     def _prepare_measuring(

@@ -160,8 +160,11 @@ class MoQConfig(ConfigFields):
         return f"<pre>{changed}</pre><details><summary>All keys</summary><pre>{every}</pre></details>"
 
     def to_dict(self) -> dict[str, Any]:
-        """The config in keywords, with every key; `from_dict` makes an equal config from it."""
+        """The config in keywords, except `train` if it is "weights"; `from_dict` makes an equal config from it."""
         written: dict[str, Any] = to_jsonable_python(self)
+        # So that versions without the key read what runs without it write.
+        if self.train == "weights":
+            del written["train"]
         return written
 
     def to_deepspeed(self) -> dict[str, Any]:
@@ -170,7 +173,7 @@ class MoQConfig(ConfigFields):
 
     def flat(self) -> dict[str, Any]:
         """The value of each key by its path: `bits`, `eigenvalue.tol`."""
-        found = {}
+        found = {"train": self.train}
         for name, value in self.to_dict().items():
             if isinstance(places()[name], str):
                 found[name] = value

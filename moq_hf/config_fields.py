@@ -321,6 +321,13 @@ class ConfigFields:
     """The fields of a config: an attribute for each key, and an object for each section that can be switched on."""
 
     enabled: Annotated[Flag, key("false: train as if moq_hf were not there")] = True
+    train: Annotated[
+        Literal["weights", "scales"],
+        key(
+            "`weights`: the float weights, quantized in each pass; `scales`: the codes are frozen once the weights are "
+            "rounded, and the scales of layers are all that trains, as parameters of the model"
+        ),
+    ] = "weights"
     bits: Annotated[
         Bits
         | Annotated[
@@ -739,6 +746,7 @@ class ConfigFields:
                 "where bits begin to fall; make it later, or the offset earlier"
             )
         yield from self._bits_conflicts(spell)
+        yield from self._scales_conflicts(spell)
         for glob, override in self.overrides.items():
             where = f"overrides.{show_key(glob)}"
             if not given_in(override):
@@ -785,6 +793,29 @@ class ConfigFields:
                 f"{spell('rounding')}: stochastic needs equal steps, which {self.q_type} grids of {least} bits do not "
                 f"have; set it to nearest, or {spell('bits')} to 3 or more"
             )
+
+    def _scales_conflicts(self, spell: Speller) -> Iterator[str]:
+        if self.train == "weights":
+            return
+        falls = f"bits fall ({self.span_in_words})"
+        at_end = f"set it to {spell('bits')}, in overrides too"
+        has_ratios = self.scale_refresh != ConfigFields.scale_refresh
+        out = "leave it out"
+        faults = {
+            "bits": (self.budget, "a budget is spent while training", "give a number"),
+            "start_bits": (self.falls and not self.budget, falls, at_end),
+            "offset": (self.offset, "weights train before it", "set it to 0"),
+            "rounding": (self.rounding != "nearest", "each step draws codes", out),
+            "scale_refresh": (has_ratios, "no ratio is searched again", out),
+            "blend.enabled": (self.blend.enabled, "float weights take part", out),
+            "lora": (self.lora, "adapters change weights", out),
+        }
+        for path, (is_so, why, instead) in faults.items():
+            if is_so:
+                yield (
+                    f'{spell(path)}: {why}, and {spell("train")} "scales" freezes the codes before the first step; '
+                    f"{instead}"
+                )
 
     def _bits_fault(self, spell: Speller) -> str | None:
         start, target = self.start_bits, self.targets[0]

@@ -27,6 +27,7 @@ from .quantizer import RoundingSeed
 from .schedule import FLOAT_BITS
 from .seams.transformers import frames, is_exporting, is_transformed, pre_hooks
 from .straight_through import straight_through
+from .trained_scales import TrainedScales
 from .weight_matrix import (
     Kind,
     from_rows,
@@ -108,6 +109,8 @@ class LayerState:
         dtype: The dtype of the last quantized weight.
         lora: Adds PEFT's adapters to the weight, if `"lora": "merged"` asks for that;
             see `MergedLora`.
+        trained: The scales that are trained in place of the weight, and its codes, if
+            `"train": "scales"` asks for that.
         passes: The quantized weights of the model's passes, shared with its other layers.
         read_dtype: The dtype in which a forward pass last multiplied by the weight.
         is_tied: Whether another layer has the same weight.
@@ -139,6 +142,7 @@ class LayerState:
     scale: Tensor | None = field(default=None, repr=False)
     dtype: torch.dtype = torch.float32
     lora: Any = field(default=None, repr=False)
+    trained: TrainedScales | None = field(default=None, repr=False)
     passes: PassWeights = field(default_factory=PassWeights, repr=False)
     read_dtype: torch.dtype = torch.float32
     is_tied: bool = False
@@ -258,7 +262,7 @@ class LayerState:
         """
         try:
             weight = self.merged(weight)
-            return straight_through(weight, self._made_of(weight, dtype))
+            return self._with_gradient(weight, self._made_of(weight, dtype))
         except RuntimeError as error:
             if not is_transformed():
                 raise
@@ -294,7 +298,13 @@ class LayerState:
         quantized = self.ahead
         if quantized is None or quantized.dtype != dtype or self.lora:
             (quantized,) = quantized_in_graph([merged.detach()], self.numbers, dtype)
-        return straight_through(merged, quantized)
+        return self._with_gradient(merged, quantized)
+
+    def _with_gradient(self, weight: Tensor, quantized: Tensor) -> Tensor:
+        """Pass the gradient of a quantized weight to what is trained: the float weight, or its scales."""
+        if self.trained is not None:
+            return self.trained.with_gradient(quantized, self.kind)
+        return straight_through(weight, quantized)
 
     def _check_lent(self, weight: Tensor) -> None:
         """Check that no forward pre-hook has written to the quantized weight that it read.
@@ -325,7 +335,7 @@ class LayerState:
 
     def may_be_made_ahead(self, weight: Tensor) -> bool:
         """True if a pass may make the quantized weight when it begins."""
-        if self.bits == FLOAT_BITS or self.config.kernel is False:
+        if self.bits == FLOAT_BITS or self.config.kernel is False or self.trained:
             return False
         # Gradients of a tied weight are added in the order of its uses, and a hook may
         # recompute a weight that has a graph.
@@ -363,16 +373,20 @@ class LayerState:
             dtype: Dtype of the result.
         """
         self.handed_dtype = weight.dtype if self.handed_over else None
-        has_kernel = self.config.kernel is not False
-        rounded = triton_quant.rounded if has_kernel else quantizer.rounded
-        values, scale = rounded(
-            to_rows(weight.detach(), self.kind),
-            self.precision,
-            self.ratio,
-            self.seed,
-            self.blend,
-            dtype,
-        )
+        if self.trained is not None:
+            own = self.trained.quantized(self.precision)
+            values, scale = quantizer.dequantize(*own, dtype=dtype), own.scale
+        else:
+            has_kernel = self.config.kernel is not False
+            rounded = triton_quant.rounded if has_kernel else quantizer.rounded
+            values, scale = rounded(
+                to_rows(weight.detach(), self.kind),
+                self.precision,
+                self.ratio,
+                self.seed,
+                self.blend,
+                dtype,
+            )
         # A traced scale has no values to check later.
         self.scale = None if is_exporting() else scale
         self.dtype = dtype
@@ -380,16 +394,18 @@ class LayerState:
 
     def sources(self, weight: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The sources of the quantized weight, in a form to compare, and the values whose addresses these name."""
-        lora = self.lora.parts() if self.lora else ()
+        others = self.lora.parts() if self.lora else ()
+        if self.trained is not None:
+            others = (self.trained.parameter.detach(),)
         own = weight.detach()
         identity = (
             *_identity(own),
             id(self.ratio),
             self.blend,
             self.seed,
-            *(part for each in lora for part in _identity(each)),
+            *(part for each in others for part in _identity(each)),
         )
-        return identity, (own, self.ratio, *lora)
+        return identity, (own, self.ratio, *others)
 
 
 def _identity(part: Any) -> tuple[Any, ...]:

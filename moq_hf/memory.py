@@ -92,9 +92,13 @@ def memory_of(controller: MoQController) -> dict[str, int]:
     proof = weights if config.prove else 0
     optimizer = 2 * gradients
     held = weights + sum(map(_bytes, model.buffers()))
+    for layer in controller.layers.values():
+        if layer.moq.trained is not None:
+            # Frozen codes have a byte each, but for more than 8 bits.
+            held += shape_of(layer.float_weight).numel()
     at_end = held + optimizer + teacher
     return {
-        # Buffers included.
+        # Buffers and frozen codes included.
         "weights": held,
         "gradients": gradients,
         "optimizer (two numbers a weight, as AdamW)": optimizer,

@@ -9,7 +9,8 @@ three dimensions, `gate_up_proj` and `down_proj`. `activations` rounds the input
 linear layers only.
 
 Modules become quantized by a change of their class, so that parameter objects,
-state-dict keys, hooks and wrappers (DDP, FSDP, PEFT, torch.compile) stay as they are.
+state-dict keys, hooks and wrappers (DDP, FSDP, PEFT, torch.compile) stay as they are;
+only `"train": "scales"` adds parameters, see `trained_scales`.
 Inside a forward pass, reading a quantized parameter gives the quantized weight, with the
 gradient straight through to the float one, whether the module reads it, a model that
 multiplies by `layer.weight`, or a fused path of PyTorch. Elsewhere it is the float
@@ -39,10 +40,12 @@ from .seams.transformers import (
     is_exporting,
     is_scaled_table,
     is_transformed,
+    loads_checkpoint,
     only_scales,
     scaled_rows,
 )
 from .straight_through import straight_through
+from .trained_scales import scales_of
 from .weight_matrix import Kind
 
 
@@ -123,8 +126,16 @@ class QuantModule(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
+        state_dict, prefix, *_ = args
         for weight in self.quantized_weights():
-            weight.after_load()
+            has_scales = prefix + scales_of(weight.attribute) in state_dict
+            trains_scales = weight.moq.trained is not None
+            if has_scales != trains_scales and loads_checkpoint():
+                raise MoQError(
+                    f'the checkpoint is of a run with train: "{"scales" if has_scales else "weights"}", and a run goes '
+                    "on as it began: set train to that, or start a new run"
+                )
+            weight.after_load(has_scales)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Most of these classes are made on demand and have no importable name, so the

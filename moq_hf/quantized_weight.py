@@ -20,7 +20,8 @@ from .inputs import InputObserver, inputs_out_of_reach
 from .layer_state import LayerState
 from .processes import is_gathered_per_pass, shape_of, whole
 from .schedule import FLOAT_BITS
-from .weight_matrix import Kind, is_experts, matrix_shape, to_rows
+from .trained_scales import SCALES_APART
+from .weight_matrix import Kind, is_experts, matrix_shape, parameter_of, to_rows
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,31 @@ class QuantizedWeight:
         """
         self.moq.bits = bits
         self.search_ratios()
+        self.freeze_codes()
+
+    @makes_state
+    def freeze_codes(self, keeps_scales: bool = False) -> None:
+        """Where scales are trained, take the codes of the weight as it is now.
+
+        Args:
+            keeps_scales: Whether the scales were trained for these codes already.
+
+        Raises:
+            MoQError: The weight holds NaN or Inf.
+        """
+        state = self.moq
+        weight = self.float_weight
+        if state.trained is None or state.bits == FLOAT_BITS or weight.is_meta:
+            return
+        try:
+            values = quantizer.quantize(
+                to_rows(weight, self.kind), state.bits, state.grid, ratio=state.ratio
+            )
+        except ValueError as error:
+            name = parameter_of(state.name, state.kind)
+            raise MoQError(f"{name} cannot be quantized: {error}") from error
+        state.trained.freeze(values, keeps_scales)
+        state.passes.drop(state)
 
     @makes_state
     def search_ratios(self) -> None:
@@ -114,11 +140,17 @@ class QuantizedWeight:
         state.passes.drop(state)
 
     def invalidate(self) -> None:
-        """Forget the quantized weight that is held, and check whether an engine has taken over the float one."""
+        """Forget the quantized weight that is held, and check whether an engine has taken over the float one.
+
+        Raises:
+            MoQError: One has, and scales are trained.
+        """
         self.moq.passes.drop(self.moq)
         self.moq.lent = None
         # FSDP2 leaves some weights gathered after a pass without gradients.
         self.moq.handed_over |= is_gathered_per_pass(self.float_weight)
+        if self.moq.trained is not None and self.moq.handed_over:
+            raise MoQError(SCALES_APART)
 
     @makes_state
     def count_step(self, mode: bool) -> None:
@@ -137,15 +169,21 @@ class QuantizedWeight:
         if not mode:
             return
         state.seed = state.seed._replace(step=state.seed.step + 1)
-        if state.seed.step % state.config.scale_refresh == 0:
+        is_due = state.seed.step % state.config.scale_refresh == 0
+        if is_due and state.trained is None:
             self.search_ratios()
 
-    def after_load(self) -> None:
-        """Search the clipping ratios again, after other values were loaded into the weight."""
+    def after_load(self, has_scales: bool) -> None:
+        """Search the clipping ratios again, after other values were loaded into the weight.
+
+        Args:
+            has_scales: True if trained scales were loaded, too.
+        """
         # `assign` may have put the weight on another device.
         self.after_change()
         if self.moq.ratio is not None:
             self.search_ratios()
+        self.freeze_codes(has_scales)
 
     @makes_state
     def after_change(self) -> None:
@@ -159,11 +197,15 @@ class QuantizedWeight:
             state.ratio = state.ratio.to(device)
         if state.inputs is not None:
             state.inputs.move_to(device)
+        if state.trained is not None:
+            state.trained.move_to(device)
 
     def release(self) -> None:
         """Leave the weight in float."""
         self.moq.passes.changes += 1
         self.module.release_weight(self.attribute)
+        if self.moq.trained is not None:
+            self.moq.trained.remove()
 
 
 def inputs_of(layers: Mapping[str, QuantizedWeight]) -> dict[str, InputObserver]:

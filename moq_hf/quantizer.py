@@ -462,7 +462,7 @@ def _scales(
         return _uniform_scale(*_range(x, precision), precision, ratio)
     parts = [_few_scales(part, precision.bits) for (part,) in _blocks(x, copies=3)]
     scales, thresholds = zip(*parts, strict=True)
-    return _as_stored(torch.cat(scales), precision), torch.cat(thresholds)
+    return as_stored(torch.cat(scales), precision), torch.cat(thresholds)
 
 
 def _few_scales(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -587,13 +587,13 @@ def _uniform_scale(
     # On CUDA, dividing by a Python number would multiply by its reciprocal.
     scale = span / torch.full_like(span, precision.top)
     scale.masked_fill_(scale.abs() < _TINY, 1.0)
-    scale = _as_stored(scale, precision)
+    scale = as_stored(scale, precision)
     if symmetric:
         return scale, None
     return scale, (-low / scale).round_().clamp_(precision.low, precision.high)
 
 
-def _as_stored(scale: Tensor, precision: Precision) -> Tensor:
+def as_stored(scale: Tensor, precision: Precision) -> Tensor:
     """Round scales to their dtype, but keep them as float32; beyond its range they become its largest value."""
     dtype = getattr(torch, precision.grid.scale_dtype)
     unit = 1.0

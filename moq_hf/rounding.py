@@ -45,6 +45,9 @@ def quantize_model(
     With static `activations`, the range of a layer's inputs is the largest magnitude in
     `inputs`; without `inputs` it is that of each call, until training sets it.
 
+    With `train="scales"` the codes stay from then on, and all parameters are frozen except
+    the scales, which are added to the model; see `trained_scales`.
+
     In a loop without a callback, each call of `model.train()` counts as an optimizer
     step, as before each step of a Trainer: stochastic rounding draws new numbers, ranges
     of inputs are updated, and every `scale_refresh` steps the clipping ratios are
@@ -89,11 +92,11 @@ def quantize_model(
     batches = _batches(inputs, config) if config.enabled else []
     inventory = take_inventory(model, config)
     layers, embeddings = prepare_model(inventory, config)
-    for name, layer in layers.items():
-        layer.set_bits(config.of(name).targets[0])
-    for table in embeddings.values():
-        table.moq.bits = inventory.table_bits or FLOAT_BITS
     try:
+        for name, layer in layers.items():
+            layer.set_bits(config.of(name).targets[0])
+        for table in embeddings.values():
+            table.moq.bits = inventory.table_bits or FLOAT_BITS
         check_finite({**layers, **embeddings})
         if batches:
             _learn_from(batches, inventory.model, layers, config)

@@ -240,8 +240,8 @@ def test_what_states_of_0_2_hold_is_read_as_it_was_meant(case: str) -> None:
     # Its default left tables alone.
     tables = {"defaults": None, "others": 4}[case]
     assert MoQConfig.from_dict(written) == replace(STATED[case], embeddings=tables, pack_bits=None)
-    # A key that came later.
-    assert MoQConfig.from_dict(written).to_deepspeed() == {**written, "pack_bits": None}
+    # Keys that came later.
+    assert MoQConfig.from_dict(written).to_deepspeed() == {**written, "pack_bits": None, "train": "weights"}
 
 
 def test_the_dialect_has_words_for_keys_alone() -> None:
@@ -251,8 +251,8 @@ def test_the_dialect_has_words_for_keys_alone() -> None:
 
 def test_every_attribute_is_written() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(MoQConfig)}
-    # An asymmetric grid has no full range, and is of no format.
-    assert fields.keys() - OTHERS.keys() == {"dialect", "range", "groups", "format"}
+    # An asymmetric grid has no full range, and is of no format; little goes with scales alone.
+    assert fields.keys() - OTHERS.keys() == {"dialect", "range", "groups", "format", "train"}
     assert MoQConfig(format="nvfp4").to_dict()["format"] == "nvfp4"
     full = MoQConfig(bits=2, range="full", groups=1)
     assert full.to_dict()["range"] == "full" and full.grid == Grid(full=True)

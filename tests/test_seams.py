@@ -109,6 +109,7 @@ ELSEWHERE = {
     "test_quant_linear.py": ["is_transformed"],
     "test_trainer.py": ["FUSED_HEAD", "KNOWS_SCALE", "is_trl", "metrics_apart"],
     "test_shards.py": ["FSDP2", "is_offloaded"],
+    "test_trained_scales.py": ["loads_checkpoint"],
     "training/test_gptq.py": ["prepared_inputs"],
     "training/test_lora.py": ["ADAPTED", "ORIGINAL", "TRAINED_COPIES", "active_lora", "has_adapter", "lora_fault"],
     "training/test_plan_in_training.py": ["add_notebook_column", "call_first", "is_reporter", "tell_of_saves"],

@@ -155,7 +155,7 @@ def round_even(x):
 
 @triton.jit
 def as_stored(scale, STORED: constexpr):
-    """Round scales as they are stored, see `quantizer._as_stored`; zeros, NaN and infinities stay."""
+    """Round scales as they are stored, see `quantizer.as_stored`; zeros, NaN and infinities stay."""
     size = tl.abs(scale)
     is_rounded = (size > 0) & (size <= 3.4028234663852886e38)
     if STORED == "bfloat16":

@@ -47,6 +47,7 @@ from ..seams.transformers import (
     unpack,
 )
 from ..text import dtype_name
+from ..trained_scales import TrainedScales, freeze_all, unfreeze
 from ..weight_matrix import matrix_shape, parameter_of
 from .inventory import Inventory, grid_of, is_packed
 
@@ -67,7 +68,8 @@ def dequantize_model(
         model: Any module.
         weights: "quantized" writes into the weights what the forward pass used, so that
             the model computes the same, except that nothing rounds inputs any more;
-            "float" leaves the float weights that were trained.
+            "float" leaves the float weights that were trained, or that were frozen while
+            scales were.
 
     Returns:
         The model.
@@ -103,6 +105,7 @@ def dequantize_model(
                 weight.copy_(sharded_as(weight, layer.quantized_copy(weight.dtype)))
         layer.release()
     merge_adapters(model, False, adopts=weights == "quantized")
+    unfreeze(model)
     _attach(model, None)
     return given
 
@@ -133,7 +136,8 @@ def prepare_model(
 ) -> tuple[dict[str, QuantizedWeight], dict[str, QuantizedWeight]]:
     """Turn the chosen layers into quantized ones, at 32 bits for now, and all others into plain ones.
 
-    Nothing remains of what an earlier run set on a layer.
+    Nothing remains of what an earlier run set on a layer, except scales that are trained
+    again. When scales are trained, everything else is frozen as they are added.
 
     Returns:
         The layers of the schedule, experts among them, and the embedding tables, by
@@ -141,6 +145,7 @@ def prepare_model(
     """
     weights = list(inventory.weights())
     kept = {*inventory.tied, *(name for name, *_ in weights)}
+    trained = _scales_to_train(inventory.model, config)
     for name, layer in quantized_layers(inventory.model).items():
         # If a quantized model contains this one, it must look for its layers again.
         layer.moq.passes.changes += 1
@@ -165,6 +170,10 @@ def prepare_model(
             rows, columns = matrix_shape(shape_of(weight), kind)
             scales = grid.shape(rows, columns)[1]
             state.inputs = new_inputs(rounded.beside(columns, scales), weight)
+        if config.train == "scales" and kind != "embedding":
+            before = trained.get((module, parameter))
+            state.trained = before or TrainedScales(module, parameter)
+            state.trained.add(grid.shape(*matrix_shape(shape_of(weight), kind)))
         states.setdefault(module, {})[parameter] = state
     for module, own in states.items():
         make_quantized(module, own)
@@ -181,6 +190,27 @@ def prepare_model(
     _attach(inventory.model, passes if quantized else None)
     layers = {name: quantized[name] for name in inventory.scheduled}
     return layers, {name: quantized[name] for name in inventory.embeddings}
+
+
+def _scales_to_train(
+    model: nn.Module, config: MoQConfig
+) -> dict[tuple[nn.Module, str], TrainedScales]:
+    """Find the scales that an earlier preparation trains, to go on with them, or remove them; freeze all else at first.
+
+    Returns:
+        Those that go on, by the modules and names of their weights.
+    """
+    states = [layer.moq for layer in quantized_layers(model).values()]
+    every = [state.trained for state in states if state.trained is not None]
+    found = {(scales.module, scales.attribute): scales for scales in every}
+    if config.train == "scales" and config.enabled:
+        if not found:
+            freeze_all(model)
+        return found
+    for scales in found.values():
+        scales.remove()
+    unfreeze(model)
+    return {}
 
 
 class WatchedPasses:
@@ -366,6 +396,8 @@ def check_finite(
     found: list[tuple[QuantizedWeight, Tensor]] = []
     for layer in layers.values():
         seen = layer.whole_weight() if gather else local_part(layer.float_weight)
+        if layer.moq.trained is not None:
+            seen = layer.moq.trained.parameter.detach()
         if layer.moq.bits == FLOAT_BITS or seen.is_meta or not seen.numel():
             continue
         found.append((layer, torch.stack(seen.aminmax()).abs().amax().float()))

@@ -15,7 +15,7 @@ from ..grid import Grid, PerChannel, RowBlocks
 from ..names import adapters, is_below, named_modules, unwrapped, without_peft
 from ..processes import is_sharded, shape_of
 from ..quant_experts import matrix_of
-from ..quant_linear import CLASSES, QuantModule, kind_of
+from ..quant_linear import CLASSES, QuantModule, kind_of, quantized_in
 from ..seams.transformers import (
     CHECKPOINTED,
     is_scaled_table,
@@ -157,10 +157,24 @@ class Inventory:
         return frozenset(self.adapters)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter under all its names, in model order, like `named_parameters(remove_duplicate=False)`."""
+        """Every parameter under all its names, in model order, like `named_parameters(remove_duplicate=False)`.
+
+        Scales that are trained are none: they are part of the weight beside them.
+        """
+        scales = {id(scale) for scale in self.trained_scales()}
         named = self.model.named_parameters(remove_duplicate=False)
         for name, parameter in named:
-            yield name.replace(f"{CHECKPOINTED}.", ""), parameter
+            if id(parameter) not in scales:
+                yield name.replace(f"{CHECKPOINTED}.", ""), parameter
+
+    def trained_scales(self) -> list[Tensor]:
+        """The scales of quantized weights that are parameters, see `trained_scales`."""
+        return [
+            weight.moq.trained.parameter
+            for name, module in self.modules.items()
+            for weight in quantized_in(name, module).values()
+            if weight.moq.trained is not None
+        ]
 
     def block_of(self, layer: str, measured: Iterable[str] = ()) -> str:
         """The block of a layer.

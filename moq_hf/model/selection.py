@@ -21,7 +21,7 @@ from ..errors import MOST_FAULTS, MoQError, shortened
 from ..grid import PerChannel
 from ..inputs import inputs_out_of_reach
 from ..names import adapted_layers, is_below, pretrained
-from ..processes import check_supported, is_partitioned
+from ..processes import check_supported, is_gathered_per_pass, is_partitioned
 from ..quant_experts import experts_parameters, matrix_of
 from ..quant_linear import QuantModule
 from ..seams.transformers import (
@@ -34,6 +34,7 @@ from ..seams.transformers import (
     trains_tokens,
 )
 from ..servers import NAMED
+from ..trained_scales import SCALES_APART
 from ..weight_spec import MAX_PACKED_BITS
 from .delivery import check_served
 from .inventory import (
@@ -101,6 +102,8 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
         tied=tied,
     )
     _check_overrides(inventory.scheduled, config)
+    if config.train == "scales":
+        _check_scales(inventory)
     _check_adapters(inventory)
     check_served(inventory, config)
     return inventory
@@ -467,6 +470,21 @@ def _routers(inventory: Inventory) -> set[str]:
             if is_beside and _sizes(other, layer)["out_features"] in (1, count):
                 routers.add(other)
     return routers
+
+
+def _check_scales(inventory: Inventory) -> None:
+    """Refuse a model whose scales cannot be trained alone.
+
+    Raises:
+        MoQError: It has adapters, or an engine has taken it apart.
+    """
+    if any(is_gathered_per_pass(weight) for _, weight in inventory.parameters()):
+        raise MoQError(SCALES_APART)
+    if inventory.adapters:
+        raise MoQError(
+            'train: "scales" trains nothing beside the scales, and the model has PEFT\'s adapters: merge them first '
+            '(merge_and_unload), or set train to "weights"'
+        )
 
 
 def _check_adapters(inventory: Inventory) -> None:

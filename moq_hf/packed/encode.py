@@ -34,6 +34,7 @@ from ..seams.transformers import (
 )
 from ..servers import FUSED
 from ..text import dtype_name
+from ..trained_scales import with_scale
 from ..weight_matrix import from_rows, parameter_of, to_rows
 from ..weight_spec import FLOAT, WeightSpec
 
@@ -243,14 +244,20 @@ class Encoder:
                 {"weight": from_rows(weight, spec.kind, parameter.shape).contiguous()}
             )
         else:
+            trained = state.trained
             try:
-                values = quantizer.quantize(
+                # Frozen codes are in use, whatever has become of the weight.
+                values = (trained and trained.start) or quantizer.quantize(
                     weight, state.bits, state.grid, ratio=ratio, seed=state.seed
                 )
             except ValueError as error:
                 raise MoQError(
                     f"{parameter_of(name, spec.kind)} cannot be quantized: {error}"
                 ) from error
+            if trained is not None:
+                scale = saved(trained.parameter).to(values.scale.device)
+                values = with_scale(values, scale, state.precision)
+                values = values._replace(codes=values.codes.int())
             # Only such a large scale can make a weight overflow.
             farthest = values.scale.abs().amax() * state.precision.reach
             if farthest > torch.finfo(weight.dtype).max:

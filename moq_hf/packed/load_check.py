@@ -27,6 +27,7 @@ from ..quant_linear import QuantLayer
 from ..seams.sentence_transformers import body_of
 from ..seams.transformers import attention_to_load, has_loss_of_its_own
 from ..text import counted, dtype_name
+from ..trained_scales import scales_of
 from ..training.measuring import ONE_AT_A_TIME, evaluating
 from ..training.samples import check_batch
 from ..weight_matrix import parameter_of
@@ -519,6 +520,8 @@ def used_tensors(model: nn.Module, added: Iterable[str] = ()) -> dict[str, Tenso
             continue
         weight = parameter_of(plain, layer.kind)
         tensors[weight] = layer.quantized_weight(tensors[weight].dtype)
+        if layer.moq.trained is not None:
+            del tensors[scales_of(weight)]
         inputs = layer.moq.inputs
         if inputs is not None and inputs.scale is not None:
             tensors[f"{plain}.input_scale"] = inputs.scale.float()

@@ -15,6 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, TrainerState
 
 from ..errors import MoQError, explained, read_json
 from ..formats.table import Layout
+from ..model.convert import prepare_model
+from ..model.selection import take_inventory
 from ..names import plain_name
 from ..seams.engines import FSDP_MODEL
 from ..seams.sentence_transformers import loads_as
@@ -95,6 +97,10 @@ def pack_checkpoint(
         )
     shell = empty_model(read_config(folder), folder)
     _untie(shell, weights)
+    config = state["config"]
+    if config.train == "scales":
+        # The model has them as parameters, as the checkpoint does.
+        prepare_model(take_inventory(shell, config), config)
     names = _names_in(shell, weights, folder)
     controller = _controller(shell, state)
     log = TrainerState.load_from_json(str(folder / STATE_FILE))

@@ -45,6 +45,7 @@ from ..seams.transformers import (
     write_packing_config,
 )
 from ..text import quoted
+from ..trained_scales import scales_of
 from ..training.controller import MoQController, handed_dtype
 from ..weight_matrix import parameter_of
 from ..weight_spec import WeightSpec
@@ -670,6 +671,11 @@ class _Saving:
             )
         others = set().union(*encoder.tied.values())
         replaced = {*weights.values(), *(f"{other}.weight" for other in others)}
+        replaced |= {
+            scales_of(weight)
+            for n, weight in weights.items()
+            if encoder.layers[n].moq.trained is not None
+        }
         tied = {*self.tied, *self.tied.values()}
         kept: dict[int | str, Any] = {}
         tensors: dict[str, Tensor] = {}

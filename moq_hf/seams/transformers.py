@@ -214,6 +214,19 @@ def saves_checkpoint() -> bool:
     )
 
 
+def loads_checkpoint() -> bool:
+    """Whether a Trainer is loading the weights of a checkpoint from which its run goes on.
+
+    Relies on: `Trainer._load_from_checkpoint`, whose frame has the Trainer as `self`.
+    Breaks: A run that goes on from a checkpoint with `train` set otherwise would end with
+    an error of its optimizer.
+    """
+    return any(
+        name == "_load_from_checkpoint" and isinstance(owner, transformers.Trainer)
+        for name, owner in callers()
+    )
+
+
 def prepared_inputs(trainer: transformers.Trainer, inputs: Any) -> dict[str, Any]:
     """A batch of the data loader as `compute_loss` takes it: on the device, in the dtype that DeepSpeed wants.
 

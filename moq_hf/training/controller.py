@@ -423,6 +423,7 @@ class MoQController:
                     layer.moq.ratio = (
                         ratio if weight.is_meta else ratio.to(weight.device)
                     )
+                layer.freeze_codes(keeps_scales=True)
         for table in self.embeddings.values():
             table.moq.bits = (
                 self.inventory.table_bits if self.has_begun else None

@@ -49,7 +49,7 @@ def after_float(config: MoQConfig, share: float) -> MoQConfig:
     """The same schedule for the rest of a run: it begins after `share` of the run, its deadline rescaled.
 
     Raises:
-        MoQError: The config names a teacher.
+        MoQError: The config names a teacher, or trains scales alone.
 
     >>> after = after_float(MoQConfig(bits=2, start_bits=4, deadline=0.5), 0.5)
     >>> after.offset, after.deadline
@@ -59,6 +59,11 @@ def after_float(config: MoQConfig, share: float) -> MoQConfig:
         raise MoQError(
             "float_first trains the teacher itself: leave distillation.teacher out, or float_first, to start from "
             f"{config.distillation.teacher}"
+        )
+    if config.train == "scales":
+        raise MoQError(
+            f'float_first trains the weights, which {config.spell("train")}: "scales" freezes: train in float in a run '
+            "of its own, and give MoQTrainer(teacher=) a copy of that model"
         )
     if config.offset != 0:
         logger.warning(

@@ -86,7 +86,7 @@ def can_round(layers: Iterable[QuantizedWeight]) -> list[QuantizedWeight]:
 
 
 def _is_trained(layer: QuantizedWeight) -> bool:
-    return layer.float_weight.requires_grad
+    return layer.float_weight.requires_grad or layer.moq.trained is not None
 
 
 def round_weights(
@@ -160,5 +160,5 @@ def _round(
         )
     rounded = quantizer.gptq(matrix, moment, layer.moq.bits, layer.moq.grid)
     weight.copy_(from_rows(rounded, layer.kind, weight.shape))
-    layer.search_ratios()
+    layer.set_bits(layer.moq.bits)
     layer.invalidate()

@@ -38,6 +38,12 @@ def summary(
     if inventory.embeddings:
         tables = counted(len(inventory.embeddings), "embedding table")
         parts.append(f"{tables} to {inventory.table_bits} bits")
+    if config.train == "scales":
+        count = sum(scale.numel() for scale in inventory.trained_scales())
+        parts.append(
+            f"only the scales of layers train, {percent(count / sizes.total)} of the parameters, and what is unfrozen "
+            "after they were added"
+        )
     for name, owner in inventory.tied.items():
         parts.append(f"{name} shares the weight of {owner}")
     activations = config.activations

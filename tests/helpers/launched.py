@@ -66,6 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gptq": ({**BASE, "quantize_algo": {"scale_refresh": 3, "gptq": 16}}, {}),
     "budget": (BUDGET, {}),
     "lora": ({**BASE, "lora": "merged"}, {}),
+    "scales": ({"bits": 3, "groups": 3, "train": "scales"}, {}),
     "dora": ({**BASE, "lora": "merged"}, {}),
     "eigenvalues_stochastic": ({**STOCHASTIC, "eigenvalue": EIGENVALUE}, {}),
 }

@@ -320,3 +320,23 @@ def test_texts_alone_teach_a_plain_encoder(tmp_path: Path) -> None:
     logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
     assert all(logged[f"moq/loss_{name}"] > 0 for name in ("similarity", "embedding", "relations", "hidden"))
     assert "moq/loss_task" not in logged
+
+
+@noisy
+def test_scales_alone_train_without_checkpoints(tmp_path: Path) -> None:
+    def trainer(**more: Any) -> Any:
+        model = encoder(tmp_path)
+        args = library.SentenceTransformerTrainingArguments(
+            str(tmp_path / "run"), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, **more
+        )
+        data = Dataset.from_dict({"anchor": TEXTS, "positive": TEXTS[::-1]})
+        callback = MoQCallback({**FOUR, "embeddings": None}, train="scales")
+        loss = losses.MultipleNegativesRankingLoss(model)
+        return library.SentenceTransformerTrainer(model, args, data, loss=loss, callbacks=[callback]), callback
+
+    with pytest.raises(MoQError, match="Sentence Transformers loads checkpoints, also that of the best model"):
+        trainer()
+    made, callback = trainer(save_strategy="no")
+    made.train()
+    assert callback.delivered.proof.agrees
+    assert len([p for p in made.model.parameters() if p.requires_grad]) == len(quant_layers(made.model))
