@@ -42,8 +42,9 @@ def quantize_model(
 
     With `gptq` linear layers, frozen ones too, are rounded by GPTQ for the inputs that
     they have in as many examples of `inputs`; the float weights are then rounded ones.
-    With static `activations` the range of a layer's inputs is the largest
-    magnitude in `inputs`; without them it is that of each call, until training sets it.
+    With static `activations` the range of a layer's inputs is the widest of the batches
+    in `inputs`, and with a `window` their mean; without them it is that of each call,
+    until training sets it.
 
     In a loop without a callback each call of `model.train()` counts as an optimizer
     step, as before each step of a Trainer: stochastic rounding draws anew, ranges of
@@ -148,7 +149,8 @@ def _batches(
 
 
 def _has_ranges(config: MoQConfig) -> bool:
-    return config.activations.enabled and config.activations.scale == "static"
+    grids = [section.grid for section in config.activation_sections]
+    return any(grid is not None and grid.scale == "static" for grid in grids)
 
 
 @makes_state
@@ -174,7 +176,11 @@ def _learn_from(
         ):
             for batch in batches:
                 run(model, batch)
+                # With a window each batch is a step.
+                update_ranges(windowed)
 
+    observers = inputs_of(layers)
+    windowed = [own for own in observers.values() if own.grid.window is not None]
     with evaluating(model), eager():
         if config.gptq:
             rounded = can_round(layers.values())
@@ -189,7 +195,6 @@ def _learn_from(
             run_all()
             round_weights(model, rounded, batches, run)
         if _has_ranges(config):
-            observers = inputs_of(layers)
             handles = [
                 layers[name].module.register_forward_pre_hook(
                     functools.partial(_observe, own)
@@ -211,4 +216,4 @@ def _learn_from(
 
 
 def _observe(observer: InputObserver, layer: nn.Module, args: tuple[Any, ...]) -> None:
-    observer.quantize(args[0], training=True)
+    observer.observe(args[0])

@@ -67,6 +67,7 @@ class WeightSpec:
             files have no place for them.
         inputs: How the layer's inputs are rounded; None leaves them alone.
         input_scale: Their scale, `[1]`, where it is static.
+        input_zero_point: Its zero point, int8 `[1]`, where codes are asymmetric.
         pack_bits: The fewest bits that a packed code of integers takes.
         shared: The scheme that all layers of the folder must have; None where each has
             its own.
@@ -94,6 +95,7 @@ class WeightSpec:
     matrices: tuple[str, ...] | None = None
     inputs: InputGrid | None = None
     input_scale: Tensor | None = field(default=None, compare=False)
+    input_zero_point: Tensor | None = field(default=None, compare=False)
     pack_bits: int = 0
     shared: SharedScheme | None = None
     left_alone: bool = False
@@ -209,7 +211,7 @@ class WeightSpec:
 
     @property
     def as_served(self) -> str:
-        """The grid that a server meets, in words.
+        """The grid that a server meets, and that of the inputs, in words.
 
         >>> grid = Grid(PerGroup(32), symmetric=False)
         >>> WeightSpec("linear", (8, 64), 4, grid, "packed").as_served
@@ -217,11 +219,14 @@ class WeightSpec:
         """
         if not self.is_served_as_codes:
             return "floats"
-        if self.format != "int":
-            return self.format
         kind = "" if self.symmetric else " asymmetric"
         groups = f"in groups of {self.row_size}" if self.row_size else "per channel"
-        return f"{self.bits} bits{kind} {groups}"
+        grid = f"{self.bits} bits{kind} {groups}"
+        if self.format != "int":
+            grid = self.format
+        if self.inputs is None:
+            return grid
+        return f"{grid}, inputs of {self.inputs.bits} bits {self.inputs.in_words}"
 
     @property
     def is_served_as_codes(self) -> bool:

@@ -101,7 +101,7 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
         left_out=_without(left, tied),
         tied=tied,
     )
-    _check_overrides(inventory.scheduled, config)
+    _check_overrides(inventory, config)
     _check_adapters(inventory)
     check_served(inventory, config)
     return inventory
@@ -261,9 +261,12 @@ def _check_inputs(
     Raises:
         MoQError: There are such layers; the text names them.
     """
-    if not config.activations.enabled:
-        return
     key = config.spell("activations")
+
+    def rounded(names: Iterable[str]) -> list[str]:
+        return [name for name in names if config.of(name).activations.enabled]
+
+    experts = rounded(experts)
     if experts:
         raise MoQError(
             f"{key}: the inputs of experts cannot be quantized ({', '.join(experts)}); leave it out, or add "
@@ -271,19 +274,19 @@ def _check_inputs(
         )
     # Some of them in evaluation alone.
     fused = inventory.instances(nn.TransformerEncoderLayer, nn.MultiheadAttention)
-    wrong = [name for name in layers if is_below(name, *fused)]
+    wrong = [name for name in rounded(layers) if is_below(name, *fused)]
     if wrong:
         raise MoQError(inputs_out_of_reach(wrong, key))
 
 
-def _check_overrides(scheduled: Iterable[str], config: MoQConfig) -> None:
+def _check_overrides(inventory: Inventory, config: MoQConfig) -> None:
     """Check that each glob of `overrides` decides something of a layer.
 
     Raises:
-        MoQError: One means none, and the text lists those of similar names; or later
-            globs overrule it.
+        MoQError: One means none, and the text lists those of similar names; or rounds
+            the inputs of convolutions alone; or later globs overrule it.
     """
-    names = list(scheduled)
+    names = list(inventory.scheduled)
     # A layer and a key to the glob that decides it, the last one.
     decides: dict[tuple[str, str], str] = {}
     for glob, own in config.overrides.items():
@@ -293,6 +296,11 @@ def _check_overrides(scheduled: Iterable[str], config: MoQConfig) -> None:
             raise MoQError(
                 f"overrides: {glob!r} matches no layer that is quantized; near are {', '.join(near)}; output heads "
                 f"need {config.spell('heads')}: true, and tables have the bits of {config.spell('embeddings')}"
+            )
+        is_rounded = own.activations is not None and own.activations.enabled
+        if is_rounded and all(is_convolution(inventory.modules[n]) for n in means):
+            raise MoQError(
+                f"overrides: {glob!r} means convolutions, whose inputs stay in float: leave activations out"
             )
         decides |= {(name, key): glob for name in means for key in given_in(own)}
     globs = list(config.overrides)

@@ -520,8 +520,10 @@ def used_tensors(model: nn.Module, added: Iterable[str] = ()) -> dict[str, Tenso
         weight = parameter_of(plain, layer.kind)
         tensors[weight] = layer.quantized_weight(tensors[weight].dtype)
         inputs = layer.moq.inputs
-        if inputs is not None and inputs.scale is not None:
-            tensors[f"{plain}.input_scale"] = inputs.scale.float()
+        stored = (None, None) if inputs is None else inputs.stored
+        for part, tensor in zip(("scale", "zero_point"), stored, strict=True):
+            if tensor is not None:
+                tensors[f"{plain}.input_{part}"] = tensor
     return tensors
 
 

@@ -10,6 +10,7 @@ from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model
 from moq_hf.forecast import plan
 from moq_hf.grid import InputGrid
 from moq_hf.inputs import fake_quantize_input
+from moq_hf.model.convert import quant_layers
 from moq_hf.training.controller import MoQController
 
 
@@ -57,6 +58,41 @@ def test_begins_at_its_step_and_a_resumed_run_knows(tiny_bert: nn.Module, tiny_b
     assert torch.equal(tiny_bert(**tiny_batch).logits, before)
     with pytest.raises(MoQError, match=r"activation_quantization\.bits: 7 -> 8"):
         MoQController(tiny_bert, MoQConfig.from_dict(config_of(bits=8, start_step=3)), 9).load_state_dict(state)
+
+
+def test_overrides_say_how_the_inputs_of_layers_are_rounded(tiny_bert: Any) -> None:
+    overrides = {
+        "*.attention.*": {"activations": {"scale": "static", "symmetric": False}},
+        "*.intermediate.dense": {"activations": 4},
+        "*.layer.0.output.dense": {"activations": False},
+    }
+    config = MoQConfig(bits=8, activations={"scale": "per_token"}, overrides=overrides, embeddings=None)  # type: ignore[arg-type]
+    layers = quant_layers(quantize_model(tiny_bert, config))
+    grids = {name: layer.moq.inputs and layer.moq.inputs.grid for name, layer in layers.items()}
+    assert grids["bert.encoder.layer.0.attention.self.key"] == InputGrid(8, "static", symmetric=False)
+    assert grids["bert.encoder.layer.0.intermediate.dense"] == InputGrid(4, "per_token")
+    assert grids["bert.encoder.layer.0.output.dense"] is None
+    assert grids["bert.encoder.layer.1.output.dense"] == InputGrid(8, "per_token")
+    # They may also be what switches it on, and a start is for all.
+    config = MoQConfig(
+        bits=8, activations={"enabled": False, "start_step": 1}, overrides={"pooler": {"activations": 8}}
+    )  # type: ignore[arg-type]
+    controller = MoQController(tiny_bert, config, total_steps=4)
+    inputs: Any = quant_layers(tiny_bert)["bert.pooler.dense"].moq.inputs
+    assert [name for name, layer in controller.layers.items() if layer.moq.inputs is not None] == ["bert.pooler.dense"]
+    assert not inputs.active and not controller.has_arrived
+    controller.step()
+    assert inputs.active and controller.has_arrived
+    assert "the inputs of linear layers to float; pooler: 8 bits (static) after 1 steps" in controller.summary()
+    with pytest.raises(MoQError, match="start_step: 5 is not reached"):
+        plan({"bits": 8, "activations": {"enabled": False, "start_step": 5}, "overrides": overrides}, 5)
+
+
+def test_overrides_of_inputs_that_stay_float_are_an_error() -> None:
+    model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Flatten(), nn.Linear(8, 8))
+    config = {"bits": 8, "convolutions": True, "heads": True, "overrides": {"0": {"activations": 8}}}
+    with pytest.raises(MoQError, match="overrides: '0' means convolutions, whose inputs stay in float"):
+        quantize_model(model, config)
 
 
 def test_a_start_that_is_never_reached_is_an_error(tiny_bert: nn.Module) -> None:
