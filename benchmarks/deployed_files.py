@@ -22,7 +22,7 @@ from moq_hf.errors import one_line, require
 from moq_hf.export import decoder
 from moq_hf.export.compare import SENTENCES, Data, Reference, load_checkpoint, most_tokens, read_data, takes_pictures
 from moq_hf.export.onnx import export_onnx, onnx_runtime, openvino_runtime
-from moq_hf.export.onnx_layers import Flavor, target_here
+from moq_hf.export.onnx_rewrite import Flavor, target_here
 from moq_hf.text import table
 
 REPEATS = 20

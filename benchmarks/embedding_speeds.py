@@ -25,7 +25,7 @@ from sentence_transformers import SentenceTransformer
 
 from moq_hf import quantize_model, save_quantized
 from moq_hf.export.onnx import export_onnx, onnx_runtime
-from moq_hf.export.onnx_layers import Flavor
+from moq_hf.export.onnx_rewrite import Flavor
 
 RESULT = Path(__file__).parent / "results" / "embedding_speeds.json"
 BATCH = 32

@@ -256,11 +256,12 @@ class Reference:
         self.metrics = self._metrics(self._answers)
 
     def largest_inputs(self, layers: Sequence[str]) -> dict[str, float]:
-        """Give the largest magnitude of the inputs of each of these layers, padding included."""
-        largest = dict.fromkeys(layers, 0.0)
+        """The largest magnitude of the inputs of each of these layers that is called, padding included."""
+        largest: dict[str, float] = {}
 
         def note(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-            largest[name] = max(largest[name], float(args[0].abs().amax()))
+            magnitude = float(args[0].abs().amax())
+            largest[name] = max(largest.get(name, 0.0), magnitude)
 
         with contextlib.ExitStack() as hooks:
             for name in layers:
@@ -282,7 +283,7 @@ class Reference:
         return Comparison(difference, agreement, self._metrics(rows))
 
     def _run(self) -> Tensor:
-        """Give the answers to all batches."""
+        """The answers to all batches."""
         with (
             torch.inference_mode(),
             explained(f"the checkpoint cannot answer the {self.compared}"),

@@ -22,12 +22,12 @@ _PAST = "past_key_values"
 
 
 def _cache_name(forward: Callable[..., Any]) -> str:
-    """What a forward pass and its outputs call the cache: `cache` from transformers 5.24 on."""
+    """The name of the cache among a forward pass's arguments and outputs: `cache` from transformers 5.24 on."""
     return "cache" if "cache" in inspect.signature(forward).parameters else _PAST
 
 
 def has_cache(model: Any) -> bool:
-    """Whether a model generates text with nothing beside it, and so is exported with its cache."""
+    """Whether a model is a decoder of text alone, which is exported with its cache."""
     return bool(
         model.main_input_name == "input_ids"
         and model.can_generate()
@@ -63,7 +63,7 @@ class _WithCache:
 
 @contextlib.contextmanager
 def with_cache(model: Any) -> Iterator[None]:
-    """In it the model's forward pass is the one with the cache as tensors."""
+    """Make the model's forward pass take and return the cache as tensors."""
     cls = type(model)
     model.__class__ = type(cls.__name__, (_WithCache, cls), {})
     try:
@@ -75,7 +75,7 @@ def with_cache(model: Any) -> Iterator[None]:
 def example_of(
     model: Any, input_ids: Tensor
 ) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
-    """What a decoder is traced with, after the first half of these tokens `[batch, sequence]`.
+    """The example that a decoder is traced with: half of these tokens `[batch, sequence]`, the first half in the cache.
 
     Returns:
         The inputs, their names in the graph, and which of their sizes may change.
@@ -101,7 +101,7 @@ def example_of(
 def inputs_after(
     model: Any, batch: Mapping[str, Tensor], past: int
 ) -> dict[str, Tensor]:
-    """The inputs of a model's graph; of a decoder's where this many of a batch's tokens are in the cache."""
+    """The inputs of a model's graph; a decoder's cache holds this many of the batch's tokens."""
     if not has_cache(model):
         return dict(batch)
     ids = batch["input_ids"]
@@ -114,7 +114,7 @@ def inputs_after(
         attention_mask=mask[:, :seen],
         position_ids=positions[:, :seen],
         use_cache=True,
-        # One that the model makes drops what lies before a sliding window.
+        # A cache that the model makes drops what lies before a sliding window.
         **{name: DynamicCache()},
     )
     inputs = {

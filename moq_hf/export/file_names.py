@@ -8,10 +8,10 @@ from typing import NamedTuple
 from huggingface_hub import ModelCard
 
 from ..errors import MoQError, require
-from .onnx_layers import Flavor, Target, target_here
+from .onnx_rewrite import Flavor, Target, target_here
 
-# Of the second file of a large model; transformers.js, optimum and
-# text-embeddings-inference know it.
+# The suffix of a large model's second file, which transformers.js, optimum and
+# text-embeddings-inference look for.
 DATA_SUFFIX = "_data"
 
 
@@ -32,8 +32,8 @@ class NamedFile(NamedTuple):
 
 
 _OPENVINO = 'Sentence Transformers with backend="openvino"'
-# By the name that the report has for a file: its flavor, and what tells two of a flavor
-# apart.
+# By the file's name in the report: its flavor, and what distinguishes two files of one
+# flavor.
 NAMED: dict[str, dict[str, NamedFile]] = {
     "own": {
         "float": NamedFile("float", "model_float.onnx"),

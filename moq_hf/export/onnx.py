@@ -1,7 +1,6 @@
 """`export_onnx`: a packed checkpoint as ONNX models with integer weights, and the proof that they answer the same."""
 
 import contextlib
-import copy
 import importlib
 import logging
 import os
@@ -10,16 +9,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..config import MoQConfig
 from ..errors import MoQError, check_choice, explained, require, write_json
-from ..grid import LEAST_INPUT_BLOCK, InputGrid, InputScale
+from ..grid import InputGrid, InputScale
 from ..packed.files import new_path, staged
-from ..quantizer import Quantized
 from ..text import markdown_table, progress, table
 from . import decoder
 from .compare import (
@@ -38,49 +37,27 @@ from .file_names import (
     check_possible,
     write_beside,
 )
-from .onnx_layers import (
-    GUARD,
+from .onnx_rewrite import (
     INT8_SCALES,
     OPSET,
     TARGETS,
     Flavor,
-    OnnxConvolution,
-    OnnxEmbedding,
-    OnnxInt8Linear,
-    OnnxLinear,
-    OnnxNBitsLinear,
-    OnnxQdqLinear,
-    OnnxTiedLinear,
+    Rewritten,
     Rounding,
     Target,
-    is_exact_signed,
+    Traced,
+    multiplies_integers,
+    rewrite,
     target_here,
+    unused_weights,
 )
 
 logger = logging.getLogger(__name__)
 
 REPORT_NAME = "moq_export.json"
-# One file may not have 2 GB; what comes near is loaded faster from a file that is
+# A protobuf file may not have 2 GB, and a large one loads faster when its weights are
 # mapped.
 EXTERNAL_DATA_ABOVE = 10**9
-
-# The layers that multiply integers.
-_WITH_INTEGERS = {OnnxInt8Linear, OnnxNBitsLinear, OnnxQdqLinear}
-# A zero is added to the answers. It is element 0 of one, or where the sum is wrong
-# element 1, which fails.
-_GUARD = """<ir_version: 10, opset_import: ["" : 21]>
-guard (float[1, 1] answers) => (float[1, 1] checked) {
-  activations = Constant <value = uint8[1, 4] {255, 255, 255, 255}> ()
-  weights = Constant <value = int8[4, 1] {127, 127, 127, 127}> ()
-  expected = Constant <value = int32[1, 1] {129540}> ()
-  zero = Constant <value = float[1] {0.0}> ()
-  sum = MatMulInteger (activations, weights)
-  right = Equal (sum, expected)
-  wrong = Not (right)
-  index = Cast <to = 7> (wrong)
-  nothing = Gather (zero, index)
-  checked = Add (answers, nothing)
-}"""
 
 
 @dataclass(frozen=True)
@@ -264,6 +241,7 @@ def export_onnx(
         "nbits": InputGrid(8, "per_block"),
         "qdq": InputGrid(8, "static"),
     }
+    graph = traced(checkpoint.model, reference.batches[0])
     with staged(place) as folder:
         folder.mkdir()
         for key, file in progress(files.items(), "export"):
@@ -273,8 +251,9 @@ def export_onnx(
                 rounding = _rounding(
                     checkpoint, reference, grids[flavor], file.target or target
                 )
-            prepared = prepare(checkpoint, flavor, rounding)
-            path = folder / file.path.format(bits=_widest(prepared))
+            with quiet():
+                rewritten = rewrite(graph, checkpoint, flavor, rounding)
+            path = folder / file.path.format(bits=_widest(rewritten))
             name = path.relative_to(folder).as_posix()
             try:
                 check_possible(file, name, has_cache)
@@ -283,11 +262,11 @@ def export_onnx(
                 continue
             path.parent.mkdir(exist_ok=True)
             found.files[key] = name
-            found.layers[key] = prepared.stored
-            found.bytes[key] = write_model(prepared, reference.batches[0], path)
+            found.layers[key] = rewritten.stored
+            found.bytes[key] = _write_model(rewritten.model, path)
             if rounding is not None:
                 found.activations[key] = str(rounding)
-                _check_integers(prepared, flavor)
+                _check_integers(rewritten, flavor)
             is_openvino = path.suffix == ".xml"
             with explained(f"the {flavor} model cannot be run"):
                 run = (openvino_runtime if is_openvino else onnx_runtime)(path)
@@ -333,11 +312,10 @@ def _grid_of_int8(
     return grid
 
 
-def _widest(prepared: "Prepared") -> int:
-    """Bits of the widest layer that MatMulNBits multiplies; 8 where there is none."""
-    layers = prepared.model.modules()
-    bits = [layer.bits for layer in layers if isinstance(layer, OnnxNBitsLinear)]
-    return max(bits, default=8)
+def _widest(rewritten: Rewritten) -> int:
+    """Bits of the widest layer that multiplies integers; 8 where there is none."""
+    kinds = [rewritten.stored[name] for name in rewritten.rounded]
+    return max((int(kind[-1]) for kind in kinds), default=8)
 
 
 def _rounding(
@@ -349,7 +327,7 @@ def _rounding(
     layers = [
         name
         for name, weight in checkpoint.weights.items()
-        if multiplies_integers(checkpoint.model.get_submodule(name), weight)
+        if multiplies_integers(checkpoint.verified.layers[name], weight)
     ]
     trained = {name: saved[name] for name in layers if name in saved}
     unknown = [name for name in layers if name not in saved]
@@ -365,10 +343,9 @@ def _rounding(
     return Rounding(grid, trained | reference.largest_inputs(unknown), source, target)
 
 
-def _check_integers(prepared: "Prepared", flavor: Flavor) -> None:
+def _check_integers(rewritten: Rewritten, flavor: Flavor) -> None:
     """Warn of a model whose layers all multiply floats."""
-    layers = map(type, prepared.model.modules())
-    if not _WITH_INTEGERS.intersection(layers):
+    if not rewritten.rounded:
         logger.warning(
             "moq_hf: the %s model multiplies no integers: all layers have more than 8 bits, are convolutions, or have "
             "groups (group_size) that it does not take: int8 and qdq take none, nbits multiples of 32",
@@ -379,7 +356,7 @@ def _check_integers(prepared: "Prepared", flavor: Flavor) -> None:
 def onnx_runtime(
     path: Path, threads: int = 0
 ) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """Load a file in ONNX Runtime; gives what runs it on a batch and returns its first output.
+    """Load a file in ONNX Runtime; returns a function from a batch to the first output.
 
     Args:
         path: The file.
@@ -423,7 +400,7 @@ def openvino_runtime(
 def _check_cache(
     path: Path, model: Any, batch: Mapping[str, Tensor], tolerance: float
 ) -> None:
-    """Check that a decoder answers the last token from its cache as it does without one.
+    """Check that a decoder gives the same answer for the last token with its cache and without.
 
     Raises:
         MoQError: It does not.
@@ -445,7 +422,7 @@ def _check_cache(
 def _write_rest(
     folder: Path, checkpoint: Checkpoint, found: Export, tolerance: float
 ) -> None:
-    """Write the model's config, without its quantization, what prepares its inputs, and the report."""
+    """Write the config without its quantization, the tokenizer or image processor, and the report."""
     config = checkpoint.model.config
     large = {
         path.name.removesuffix(DATA_SUFFIX): 1
@@ -471,140 +448,21 @@ def _write_rest(
     write_json(folder / REPORT_NAME, report, indent=1)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A model whose quantized layers emit integers while torch.onnx.export traces it.
-
-    Attributes:
-        model: The model.
-        stored: What each quantized layer becomes in the file: "int4", "int8", "uint8"
-            or "float".
-        guarded: Whether signed weights have products with activations of 8 bits that
-            may saturate.
-    """
-
-    model: Any
-    stored: Mapping[str, str]
-    guarded: bool
-
-
-def multiplies_integers(module: nn.Module, weight: Quantized) -> bool:
-    """Whether a layer can multiply integers of 8 bits: a linear one with one scale in a row."""
-    return isinstance(module, nn.Linear) and weight.scale.shape[1] == 1
-
-
-def _in_blocks(
-    module: nn.Module, weight: Quantized, bits: int, grid: InputGrid
-) -> OnnxNBitsLinear | None:
-    """A layer whose weight stays packed in memory; None where its groups are not whole blocks of the kernel."""
-    block = grid.beside(weight.codes.shape[1], weight.scale.shape[1]).block
-    if not isinstance(module, nn.Linear) or block < LEAST_INPUT_BLOCK:
-        return None
-    return OnnxNBitsLinear(weight, module.bias, bits, block)
-
-
-def prepare(
-    checkpoint: Checkpoint, flavor: Flavor, rounding: Rounding | None = None
-) -> Prepared:
-    """Put layers that emit integers into a copy of the model.
+def _write_model(model: Any, path: Path) -> int:
+    """Write a graph; gives the bytes of its files.
 
     Args:
-        checkpoint: Its model is not changed.
-        flavor: What the layers compute.
-        rounding: How inputs are rounded, for the int8 and the qdq flavor.
-    """
-    model = checkpoint.model
-    weights = checkpoint.weights
-    if flavor == "float":
-        return Prepared(model, {}, False)
-    # The floats that the integers replace are not worth copying.
-    replaced = {id(model.get_submodule(name).weight): None for name in weights}
-    copied = copy.deepcopy(model, replaced)
-    stored = dict.fromkeys(checkpoint.verified.layers, "float")
-    guarded = False
-    for name, weight in weights.items():
-        module = copied.get_submodule(name)
-        own = checkpoint.verified.layers[name]
-        # Twice the numbers of E2M1 are integers of up to 12.
-        bits = own.bits if own.format == "int" else 8
-        stored[name] = "int4" if bits <= 4 else "int8"
-        if isinstance(module, nn.Embedding):
-            # Rows of Gemma's and BART's tables are multiplied with it.
-            factor = torch.as_tensor(getattr(module, "embed_scale", 1.0)).item()
-            embedding = OnnxEmbedding(weight, bits, factor)
-            layer: nn.Module = embedding
-            stored[name] = "int4" if embedding.halved else "int8"
-            for other in checkpoint.verified.layers[name].tied:
-                tied = copied.get_submodule(other)
-                same: nn.Module = embedding
-                if not isinstance(tied, nn.Embedding):
-                    same = OnnxTiedLinear(embedding, tied.bias, flavor == "nbits")
-                copied.set_submodule(other, same)
-        elif isinstance(module, nn.Conv1d | nn.Conv2d):
-            layer = OnnxConvolution(weight, module)
-        elif rounding is not None and flavor == "nbits":
-            packed = _in_blocks(module, weight, bits, rounding.grid)
-            layer = packed or OnnxLinear(weight, module.bias)
-            if packed is not None:
-                stored[name] = f"int{packed.bits}"
-        elif rounding is None or not multiplies_integers(module, weight):
-            layer = OnnxLinear(weight, module.bias)
-        else:
-            exact = is_exact_signed(weight.codes, rounding.grid.bits)
-            signed = rounding.target == "vnni" or exact
-            guarded |= signed and not exact
-            stored[name] = "int8" if signed else "uint8"
-            if flavor == "int8":
-                largest = rounding.ranges.get(name)
-                layer = OnnxInt8Linear(
-                    weight, module.bias, rounding.grid, largest, signed
-                )
-            else:
-                layer = OnnxQdqLinear(weight, module.bias, rounding.ranges[name])
-        copied.set_submodule(name, layer)
-    return Prepared(copied.eval(), stored, guarded)
-
-
-def write_model(prepared: Prepared, example: Mapping[str, Tensor], path: Path) -> int:
-    """Export a prepared model.
-
-    Args:
-        prepared: The model.
-        example: Inputs, int64 `[examples, tokens]`, or float32 `[examples, channels,
-            height, width]`.
+        model: The graph.
         path: The file; one that ends in .xml is in OpenVINO's format, with another one
             beside it.
-
-    Returns:
-        The bytes of its files.
-
-    Raises:
-        MoQError: torch.onnx.export cannot export it.
     """
     import onnx_ir as ir
 
-    with torch.no_grad(), quiet():
-        few = {
-            name: (tensor[:2] if tensor.dim() > 2 else tensor[:2, :16]).contiguous()
-            for name, tensor in example.items()
-        }
-        exported = _traced(prepared.model, few)
-        _pack(exported, prepared)
-        _optimize(exported)
-        # The float flavor is left as PyTorch exports it.
-        if prepared.stored:
-            _keep_sums(exported)
-        if prepared.guarded:
-            _guard(exported)
-    size = sum(
-        value.const_value.nbytes for value in exported.graph.initializers.values()
-    )
+    weights = model.graph.initializers.values()
+    size = sum(value.const_value.nbytes for value in weights)
     beside = path.with_name(f"{path.name}{DATA_SUFFIX}")
-    ir.save(
-        exported,
-        path,
-        external_data=beside.name if size > EXTERNAL_DATA_ABOVE else None,
-    )
+    is_large = size > EXTERNAL_DATA_ABOVE
+    ir.save(model, path, external_data=beside.name if is_large else None)
     if path.suffix == ".xml":
         import openvino
 
@@ -615,31 +473,46 @@ def write_model(prepared: Prepared, example: Mapping[str, Tensor], path: Path) -
     return sum(file.stat().st_size for file in (path, beside) if file.exists())
 
 
-def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
+def traced(model: Any, example: Mapping[str, Tensor]) -> Traced:
     """The graph of a model whose examples and tokens may be any number; pictures keep their size.
 
+    Args:
+        model: The model.
+        example: Inputs, int64 `[examples, tokens]`, or float32 `[examples, channels,
+            height, width]`.
+
     Raises:
-        MoQError: The exporter of PyTorch cannot export the model.
+        MoQError: torch.onnx.export cannot export the model.
     """
+    inputs = {
+        name: (tensor[:2] if tensor.dim() > 2 else tensor[:2, :16]).contiguous()
+        for name, tensor in example.items()
+    }
     given: dict[str, Any] = inputs
     names = list(inputs)
     dynamic: dict[str, Any] = {
         name: {0: "batch"} if tensor.dim() > 2 else {0: "batch", 1: "sequence"}
         for name, tensor in inputs.items()
     }
+    called: set[nn.Module] = set()
     cannot = f"torch.onnx.export cannot export {type(model).__name__}"
-    with explained(cannot), contextlib.ExitStack() as tracing:
+    with explained(cannot), torch.no_grad(), quiet(), contextlib.ExitStack() as tracing:
         if decoder.has_cache(model):
             given, names, dynamic = decoder.example_of(model, inputs["input_ids"])
             tracing.enter_context(decoder.with_cache(model))
+        hook = register_module_forward_pre_hook(lambda module, _: called.add(module))
         try:
-            program = torch.onnx.export(
+            outputs = list(model(**given))
+        finally:
+            hook.remove()
+        try:
+            program: Any = torch.onnx.export(
                 model,
                 (),
                 kwargs=given,
                 dynamic_shapes=dynamic,
                 input_names=names,
-                output_names=list(model(**given)),
+                output_names=outputs,
                 opset_version=OPSET,
                 dynamo=True,
                 optimize=False,
@@ -648,90 +521,8 @@ def _traced(model: Any, inputs: dict[str, Tensor]) -> Any:
         except torch.onnx.errors.OnnxExporterError as error:
             # Its own text is advice on how to report the fault.
             raise error.__cause__ or error from None
-    return cast(Any, program).model
-
-
-def _pack(exported: Any, prepared: Prepared) -> None:
-    """Make the codes of linear layers and convolutions of up to 4 bits INT4."""
-    import ml_dtypes
-    import onnx_ir as ir
-
-    for name, kind in prepared.stored.items():
-        layer = prepared.model.get_submodule(name)
-        value = exported.graph.initializers.get(f"{name}.codes")
-        if (
-            value is not None
-            and kind == "int4"
-            and isinstance(layer, OnnxLinear | OnnxConvolution)
-        ):
-            codes = value.const_value.numpy().astype(ml_dtypes.int4)
-            value.const_value = ir.Tensor(
-                codes, dtype=ir.DataType.INT4, name=value.name
-            )
-            value.type = ir.TensorType(ir.DataType.INT4)
-
-
-def _optimize(exported: Any) -> None:
-    from onnx_ir.passes.common import (
-        ClearMetadataAndDocStringPass,
-        CommonSubexpressionEliminationPass,
-    )
-    from onnxscript.optimizer import optimize_ir
-
-    def should_fold(node: Any) -> bool | None:
-        names = [value.name for value in node.inputs if value]
-        # The default would fold small integer weights into float ones.
-        has_integers = any(n.endswith((".codes", ".zero_point")) for n in names)
-        return False if has_integers else None
-
-    optimize_ir(exported, should_fold=should_fold)
-    CommonSubexpressionEliminationPass()(exported)
-    # Stack traces, with the paths of this machine.
-    ClearMetadataAndDocStringPass()(exported)
-
-
-def _keep_sums(exported: Any) -> None:
-    """Write the sum before a LayerNormalization as Sum.
-
-    ONNX Runtime (1.31) fuses Add with it to SkipLayerNormalization, which takes longer
-    on a CPU than both.
-    """
-    constants = exported.graph.initializers
-    for node in exported.graph:
-        if node.op_type == "LayerNormalization":
-            before = node.inputs[0].producer()
-            if (
-                before is not None
-                and before.op_type == "Add"
-                and not any(v.name in constants for v in before.inputs)
-            ):
-                before.op_type = "Sum"
-
-
-def _guard(exported: Any) -> None:
-    """Let the model fail where four products 255 * 127 do not sum to 129,540, which is where pairs saturate.
-
-    ONNX Runtime computes it once, when the model is loaded, with the kernel that
-    multiplies the layers.
-    """
-    import onnx_ir as ir
-
-    guard = ir.from_onnx_text(_GUARD).graph
-    output = exported.graph.outputs[0]
-    nodes = list(guard)
-    guard.outputs.clear()
-    guard.remove(nodes)
-    for node in nodes:
-        node.name = f"{GUARD} ({node.op_type})"
-        node.outputs[0].name = f"guard.{node.outputs[0].name}"
-    nodes[-1].replace_input_with(0, output)
-    exported.graph.extend(nodes)
-    checked = nodes[-1].outputs[0]
-    checked.name = output.name
-    output.name = f"{output.name}.unguarded"
-    checked.shape = output.shape
-    checked.type = output.type
-    exported.graph.outputs[0] = checked
+    layers = [name for name, module in model.named_modules() if module in called]
+    return Traced(program.model, unused_weights(program.exported_program), layers)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from moq_hf import MoQError
 from moq_hf.export.compare import SENTENCES, Checkpoint, _tokenized, most_tokens
 from moq_hf.export.decoder import _cache_name, inputs_after, with_cache
-from moq_hf.export.onnx import _traced
+from moq_hf.export.onnx import traced
 
 SIZES = {
     "vocab_size": 32,
@@ -58,7 +58,7 @@ def test_the_cache_has_two_names() -> None:
 def test_another_cache_is_one_error() -> None:
     model = hf.Lfm2ForCausalLM(hf.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])).eval()
     with pytest.raises(MoQError, match="cannot export Lfm2ForCausalLM"):
-        _traced(model, {"input_ids": torch.ones(1, 8, dtype=torch.long)})
+        traced(model, {"input_ids": torch.ones(1, 8, dtype=torch.long)})
 
 
 @pytest.mark.parametrize("special", [{"eos_token": "b"}, {}])

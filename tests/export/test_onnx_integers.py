@@ -11,28 +11,26 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
-from onnx_layer import export_layers, from_same_arithmetic
+from onnx_layer import Layers, from_same_arithmetic, products
 from packed_bert import SHAPE, TOKENIZER, checkpoint, config_of
 from torch import nn
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, set_seed
 
-from moq_hf import MoQConfig, MoQError, quantizer, save_quantized
+from moq_hf import MoQConfig, MoQError, save_quantized
 from moq_hf.export.compare import load_checkpoint
-from moq_hf.export.onnx import export_onnx, prepare, write_model
-from moq_hf.export.onnx_layers import (
+from moq_hf.export.onnx import _write_model, export_onnx, traced
+from moq_hf.export.onnx_rewrite import (
+    GUARD,
     INT8_SCALES,
-    OnnxEmbedding,
-    OnnxInt8Linear,
-    OnnxNBitsLinear,
-    OnnxQdqLinear,
-    OnnxTiedLinear,
+    Flavor,
     Rounding,
     Target,
+    Traced,
     is_exact_signed,
+    rewrite,
     target_here,
     target_of,
 )
-from moq_hf.formats.stored import per_row
 from moq_hf.grid import Grid, InputGrid, PerChannel, PerGroup, RowBlocks
 from moq_hf.inputs import fake_quantize_input, static_scale
 from moq_hf.training.controller import MoQController
@@ -40,118 +38,158 @@ from moq_hf.training.controller import MoQController
 needs_vnni = pytest.mark.skipif(target_here() != "vnni", reason="products of 8 bits saturate on this CPU")
 
 
-@pytest.mark.parametrize("signed", [pytest.param(True, marks=needs_vnni), False], ids=["signed", "unsigned"])
-def test_layers_compute_what_training_does(signed: bool, tmp_path: Path) -> None:
-    grids = [(8, Grid(PerChannel())), (3, Grid(RowBlocks(2), symmetric=False))]
-    layers, inputs, expected = [], [], []
-    largest = torch.tensor(2.0)
-    for scale, (bits, grid) in itertools.product(INT8_SCALES, grids):
-        torch.manual_seed(0)
-        weight = as_stored(per_row(quantizer.quantize(torch.randn(6, 16), 8, grid)), 8)
-        # Some of the values are beyond the range.
-        bias, x = torch.randn(6), torch.randn(2, 5, 16) + 0.5
-        x[0, 0] = 0.0
-        layers.append(OnnxInt8Linear(weight, bias, InputGrid(bits, scale), 2.0 if scale == "static" else None, signed))
-        assert layers[-1].codes.dtype == (torch.int8 if signed else torch.uint8)
-        rounded, coarser = (
-            fake_quantize_input(x, InputGrid(each, scale), static_scale(largest[None], each))
-            for each in (bits, bits - 1)
-        )
-        # A code more or less would be seen.
-        assert not torch.equal(rounded, x) and float((coarser - rounded).abs().max()) > 1e-2
-        inputs.append(x)
-        expected.append(rounded.double() @ quantizer.dequantize(*weight).double().T + bias)
-    for found, wanted in zip(export_layers(layers, inputs, tmp_path / "layers.onnx"), expected, strict=True):
+@pytest.fixture(scope="module")
+def linear() -> tuple[Layers, Traced]:
+    """Linear layers with a bias and without, inputs of three and of two dimensions, and their graph."""
+    torch.manual_seed(0)
+    layers = Layers()
+    for grid in (Grid(PerChannel()), Grid(RowBlocks(2), symmetric=False)):
+        for bias, shape in ((True, (2, 5, 16)), (False, (2, 5, 16)), (True, (5, 16))):
+            # Some of the values are beyond the range.
+            x = torch.randn(shape) + 0.5
+            x[0] = 0.0
+            layers.add(nn.Linear(16, 6, bias), x, 8, grid)
+    return layers, layers.traced()
+
+
+@pytest.mark.parametrize("target", [pytest.param("vnni", marks=needs_vnni), "avx2"])
+@pytest.mark.parametrize(("scale", "bits"), [*itertools.product(INT8_SCALES, (8, 3)), ("qdq", 8)])
+def test_layers_compute_what_training_does(
+    scale: Any, bits: int, target: Target, linear: tuple[Layers, Traced]
+) -> None:
+    layers, graph = linear
+    flavor: Flavor = "int8"
+    if scale == "qdq":
+        flavor, scale = "qdq", "static"
+        if target_here() != "vnni":
+            pytest.skip("products of 8 bits saturate on this CPU")
+    grid = InputGrid(bits, scale)
+    ranges = dict.fromkeys(layers.weights, 2.0) if scale == "static" else {}
+    rewritten = layers.rewritten(graph, flavor, Rounding(grid, ranges, "", target))
+    assert rewritten.rounded == dict.fromkeys(layers.weights, grid)
+    is_signed = target == "vnni" or flavor == "qdq" or bits == 3
+    assert set(rewritten.stored.values()) == {"int8" if is_signed else "uint8"}
+    rounded, coarser = (
+        [fake_quantize_input(x, InputGrid(b, scale), static_scale(torch.tensor([2.0]), b)) for x in layers.inputs]
+        for b in (bits, bits - 1)
+    )
+    # A code more or less would be seen.
+    assert all(float((a - b).abs().max()) > 1e-2 for a, b in zip(rounded, coarser, strict=True))
+    expected = products(rounded, list(layers), list(layers.weights.values()))
+    for found, wanted in zip(layers.answers(rewritten), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-@needs_vnni
-def test_qdq_computes_what_training_does(tmp_path: Path) -> None:
-    weight = quantizer.quantize(torch.randn(6, 16), 8, Grid(PerChannel()))
-    x, largest, bias = torch.randn(2, 5, 16), torch.tensor(2.0), torch.randn(6)
-    (found,) = export_layers([OnnxQdqLinear(weight, bias, 2.0)], [x], tmp_path / "layer.onnx")
-    rounded = fake_quantize_input(x, InputGrid(8, "static"), static_scale(largest[None], 8))
-    expected = rounded @ quantizer.dequantize(*weight).T + bias
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("scale", ["static", "per_tensor"])
+def test_a_layer_that_is_not_called_multiplies_floats(scale: Any, linear: tuple[Layers, Traced]) -> None:
+    """As training does where a model reads the weight, as torch.nn.MultiheadAttention does. It has no range either."""
+    layers, graph = linear
+    ranges = {"0": 2.0} if scale == "static" else {}
+    rounding = Rounding(InputGrid(8, scale), ranges, "", "avx2")
+    called = graph.called if ranges else ["0"]
+    rewritten = layers.rewritten(graph._replace(called=called), "int8", rounding)
+    assert rewritten.rounded.keys() == {"0"}
+    expected = products(layers.inputs, list(layers), list(layers.weights.values()))
+    torch.testing.assert_close(layers.answers(rewritten)[1].double(), expected[1], rtol=1e-5, atol=1e-5)
 
 
-def test_nbits_computes_what_training_does(tmp_path: Path) -> None:
-    layers, inputs, expected = [], [], []
+def test_nbits_computes_what_training_does() -> None:
+    layers = Layers()
     symmetric_ones = [(1, None, True), (2, None, True), (3, 32, True), (4, 128, True), (6, None, True)]
     for bits, group, symmetric in [*symmetric_ones, (2, 64, False), (4, None, False), (8, 64, False)]:
         torch.manual_seed(0)
         columns = 128 if group else 100
         grid = Grid(PerGroup(group) if group else PerChannel(), symmetric=symmetric, full=None if symmetric else False)
-        weight = as_stored(quantizer.quantize(torch.randn(6, columns), bits, grid), bits)
-        floats = quantizer.dequantize(*weight)
-        own = InputGrid(8, "per_block").beside(columns, weight.scale.shape[1])
-        bias, x = torch.randn(6), torch.randn(2, 5, columns)
-        layer = OnnxNBitsLinear(weight, bias, bits, own.block)
-        torch.testing.assert_close(layer.weight, floats)
+        layers.add(nn.Linear(columns, 6), torch.randn(2, 5, columns), bits, grid)
+    rewritten = layers.rewritten(layers.traced(), "nbits", Rounding(InputGrid(8, "per_block"), {}, "", "avx2"))
+    rounded = [fake_quantize_input(x, rewritten.rounded[str(index)]) for index, x in enumerate(layers.inputs)]
+    for index, layer in enumerate(layers):
         # A byte holds as many codes as fit.
-        assert layer.codes.numel() == 6 * 128 * layer.bits // 8
-        rounded = fake_quantize_input(x, own)
-        assert float((rounded @ floats.T - x @ floats.T).abs().max()) > 1e-3
-        layers.append(layer)
-        inputs.append(x)
-        expected.append(rounded.double() @ floats.double().T + bias)
-    for found, wanted in zip(export_layers(layers, inputs, tmp_path / "layers.onnx"), expected, strict=True):
+        bits = int(rewritten.stored[str(index)].removeprefix("int"))
+        assert bits == next(each for each in (2, 4, 8) if each >= layers.states[str(index)].bits)
+        assert rewritten.model.graph.initializers[f"{index}.codes"].const_value.size == 6 * 128 * bits // 8
+        assert float((layer(rounded[index]) - layer(layers.inputs[index])).detach().abs().max()) > 1e-3
+    expected = products(rounded, list(layers), list(layers.weights.values()))
+    for found, wanted in zip(layers.answers(rewritten), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_the_largest_sums_do_not_saturate_on_any_cpu(tmp_path: Path) -> None:
-    codes = torch.full((16, 64), 127, dtype=torch.int32)
-    codes[::2] = -127
-    weight = quantizer.Quantized(codes, torch.full((16, 1), 0.5), None)
-    grids = [InputGrid(bits, "per_token") for bits in (7, 8)]
-    layers = [OnnxInt8Linear(weight, None, grid, None, is_exact_signed(codes, grid.bits)) for grid in grids]
-    assert [layer.codes.dtype for layer in layers] == [torch.int8, torch.uint8]
-    x = torch.full((8, 64), 2.0)
-    for found, grid in zip(export_layers(layers, [x, x], tmp_path / "layers.onnx"), grids, strict=True):
-        torch.testing.assert_close(found, fake_quantize_input(x, grid) @ quantizer.dequantize(*weight).T)
+def test_the_largest_sums_do_not_saturate_on_any_cpu() -> None:
+    layers = Layers()
+    layer = nn.Linear(64, 16, bias=False)
+    layer.weight = nn.Parameter(torch.full((16, 64), 0.5))
+    layer.weight.data[::2] = -0.5
+    codes, _, _ = layers.add(layer, torch.full((2, 8, 64), 2.0))
+    assert set(codes.flatten().tolist()) == {-127, 127}
+    graph = layers.traced()
+    for bits, stored in ((7, "int8"), (8, "uint8")):
+        grid = InputGrid(bits, "per_token")
+        assert is_exact_signed(codes, bits) == (stored == "int8")
+        rewritten = layers.rewritten(graph, "int8", Rounding(grid, {}, "", "avx2"))
+        assert rewritten.stored == {"0": stored}
+        rounded = fake_quantize_input(layers.inputs[0], grid)
+        torch.testing.assert_close(layers.answers(rewritten)[0], layer(rounded))
 
 
-def as_stored(weight: quantizer.Quantized, bits: int) -> quantizer.Quantized:
-    """As a folder has them: codes and zero points below 0 too."""
-    if weight.zero_point is None:
-        return weight
-    half = 2 ** (bits - 1)
-    return weight._replace(codes=weight.codes - half, zero_point=weight.zero_point - half)
+class Tied(nn.Module):
+    """An output head that shares its weight with a table, which the model may read too."""
+
+    def __init__(self, rows: int, columns: int, reads: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, columns)
+        nn.init.normal_(self.table.weight, std=0.1)
+        self.head = nn.Linear(columns, rows)
+        self.reads = reads
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        answers = self.head(self.table(ids) + 1)
+        return answers + self.weight[1:].mean() if self.reads else answers
 
 
-def test_a_table_that_the_model_reads_is_dequantized(tmp_path: Path) -> None:
-    ids, x = torch.tensor([[3, 0, 5], [1, 1, 2]]), torch.randn(2, 16)
-    layers: list[nn.Module] = []
-    expected = []
-    for bits, grouping in itertools.product((8, 4), (PerChannel(), PerGroup(8))):
-        grid = Grid(grouping, symmetric=(bits == 8) == (grouping == PerChannel()))
-        weight = as_stored(quantizer.quantize(1 + torch.randn(6, 16), bits, grid), bits)
-        table = OnnxEmbedding(weight, bits)
-        floats = quantizer.dequantize(*weight)
-        assert table.halved == (bits == 4) and torch.equal(table.weight, floats)
-        layers += [table, OnnxTiedLinear(table, None, packed=True)]
-        expected += [floats[ids], x @ floats.T]
-    found = export_layers(layers, [ids, x] * 4, tmp_path / "layers.onnx")
-    for each in range(0, 8, 2):
-        assert torch.equal(found[each], expected[each])
-        torch.testing.assert_close(found[each + 1], expected[each + 1], rtol=1e-5, atol=1e-5)
-
-
-def test_a_tied_head_multiplies_floats_with_the_codes_of_its_table(tmp_path: Path) -> None:
-    cases = [(4, 64, 64, 64), (3, 48, 48, 16), (8, 64, 64, None), (4, 18, 18, None), (4, 512, 128, 128)]
-    layers, inputs, expected = [], [], []
-    for bits, columns, group, block in [*cases, (4, 96, 8, None)]:
+def test_a_table_and_the_head_that_shares_it() -> None:
+    cases: list[tuple[int, int, Grid, bool]] = [
+        (4, 64, Grid(PerGroup(64)), True),
+        (3, 48, Grid(PerChannel()), True),
+        (4, 512, Grid(PerGroup(128)), True),
+        (4, 32, Grid(PerChannel(), symmetric=False), False),
+        (8, 64, Grid(PerGroup(32), symmetric=False), False),
+        # Too narrow, and of an odd number of columns.
+        (4, 96, Grid(PerGroup(8)), False),
+        (4, 17, Grid(PerChannel()), False),
+    ]
+    layers = Layers()
+    for bits, columns, grid, _ in cases:
         torch.manual_seed(0)
-        weight = quantizer.quantize(torch.randn(6, columns), bits, Grid(PerGroup(group)))
-        bias, x = torch.randn(6), torch.randn(2, 5, columns)
-        layers.append(OnnxTiedLinear(OnnxEmbedding(weight, bits), bias, packed=True))
-        assert layers[-1].block == block
-        inputs.append(x)
-        expected.append(x @ quantizer.dequantize(*weight).T + bias)
-    for found, wanted in zip(export_layers(layers, inputs, tmp_path / "heads.onnx"), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    kinds = [node.op_type for node in onnx.load(tmp_path / "heads.onnx").graph.node]
-    assert kinds.count("MatMulNBits") == kinds.count("MatMul") == 3
+        layers.add(Tied(6, columns), torch.tensor([[3, 0, 5], [1, 1, 2]]), bits, grid, "embedding", ["table", "head"])
+    layers.add(Tied(6, 16, reads=True), torch.tensor([[2], [4]]), 4, None, "embedding", ["table", "head"])
+    graph = layers.traced()
+    expected = [layer(x) for layer, x in zip(layers, layers.inputs, strict=True)]
+    for flavor, rounding in (("weight-only", None), ("nbits", Rounding(InputGrid(8, "per_block"), {}, "", "avx2"))):
+        rewritten = layers.rewritten(graph, flavor, rounding)  # type: ignore[arg-type]
+        for found, wanted in zip(layers.answers(rewritten), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        bits = [int(kind.removeprefix("int")) for kind in rewritten.stored.values()]
+        assert bits == [4, 4, 4, 4, 8, 4, 8, 4] and not rewritten.rounded
+        kinds = [node.op_type for node in rewritten.model.graph]
+        packed = sum(is_packed for *_, is_packed in cases) if flavor == "nbits" else 0
+        assert kinds.count("MatMulNBits") == packed and kinds.count("MatMul") == 8 - packed
+
+
+def test_a_weight_without_a_place_is_one_error() -> None:
+    layers = Layers()
+    weight = layers.add(nn.Linear(4, 4), torch.ones(2, 4))
+    # No answer depends on a layer that is never called.
+    layers.append(nn.Linear(4, 4))
+    layers.weights["1"], layers.states["1"] = weight, layers.states["0"]
+    graph = layers.traced()
+    assert layers.rewritten(graph, "weight-only").stored == {"0": "int8"}
+    layers.weights["2"], layers.states["2"] = weight, layers.states["0"]
+    with pytest.raises(MoQError, match=r"wrote no 2\.weight, which integers would replace: keep 2 in float"):
+        layers.rewritten(graph, "weight-only")
 
 
 @pytest.mark.parametrize(
@@ -288,13 +326,14 @@ def guarded(trained: tuple[Path, dict[str, float]]) -> bytes:
     """A file with signed weights, made on any CPU."""
     folder = trained[0]
     loaded = load_checkpoint(folder)
-    prepared = prepare(loaded, "int8", Rounding(InputGrid(8, "per_tensor"), {}, "", "vnni"))
-    assert prepared.guarded and "uint8" not in prepared.stored.values()
-    # Products of 7 bits and 8 bits fit.
-    assert not prepare(loaded, "int8", Rounding(InputGrid(7, "per_tensor"), {}, "", "vnni")).guarded
     ids = torch.ones(2, 8, dtype=torch.int64)
-    example = {"input_ids": ids, "attention_mask": ids, "token_type_ids": 0 * ids}
-    write_model(prepared, example, folder.parent / "guarded.onnx")
+    graph = traced(loaded.model, {"input_ids": ids, "attention_mask": ids, "token_type_ids": 0 * ids})
+    for bits in (7, 8):
+        rewritten = rewrite(graph, loaded, "int8", Rounding(InputGrid(bits, "per_tensor"), {}, "", "vnni"))
+        assert "uint8" not in rewritten.stored.values()
+        # Products of 7 bits and 8 bits fit.
+        assert any(GUARD in node.name for node in rewritten.model.graph) == (bits == 8)
+    _write_model(rewritten.model, folder.parent / "guarded.onnx")
     return (folder.parent / "guarded.onnx").read_bytes()
 
 

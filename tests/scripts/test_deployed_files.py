@@ -24,19 +24,19 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def written_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Each file of the checkpoint is exported once, for all tests."""
+    """Each file of the checkpoint is written once, for all tests."""
     folder = tmp_path_factory.mktemp("written")
-    write_model = onnx.write_model
+    write_model = onnx._write_model
 
-    def write(prepared: Any, example: Any, path: Path) -> int:
+    def write(model: Any, path: Path) -> int:
         kept = folder / path.name
         if not kept.exists():
-            write_model(prepared, example, kept)
+            write_model(model, kept)
         shutil.copy(kept, path)
         return path.stat().st_size
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onnx, "write_model", write)
+        patch.setattr(onnx, "_write_model", write)
         yield
 
 
