@@ -358,6 +358,12 @@ def ranges_of(
     return found
 
 
+def range_in(entry: float | list[float], grid: InputGrid) -> Tensor:
+    """The range in an entry that `ranges_of` gave, as `range_of` gives it, on the CPU."""
+    numbers = torch.tensor(entry, dtype=torch.float32, device="cpu").flatten()
+    return numbers[0] if grid.symmetric else numbers[:2]
+
+
 def load_ranges(
     inputs: Mapping[str, InputObserver], saved: Mapping[str, float | list[float]]
 ) -> None:
