@@ -6,7 +6,7 @@ and the JSON Schema are made from the fields.
 
 import copy
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from typing import (
     TYPE_CHECKING,
@@ -270,6 +270,13 @@ class ActivationConfig:
             "into which each later one goes with a share of 0.01"
         ),
     ] = None
+    wide_bits: Annotated[
+        ByteBits | None,
+        key(
+            "of the inputs of the widest layer of each block that has fewer outputs, the second product of a "
+            "feed-forward part, whose inputs have the outliers; null: `bits`"
+        ),
+    ] = None
 
     @property
     def grid(self) -> InputGrid | None:
@@ -295,7 +302,10 @@ class ActivationConfig:
         """
         if self.grid is None:
             return "float"
-        return f"{self.bits} bits ({self.grid.in_words})"
+        wide = (
+            f", {self.wide_bits} in each block's widest layer" if self.wide_bits else ""
+        )
+        return f"{self.bits} bits{wide} ({self.grid.in_words})"
 
     @property
     def of_ranges(self) -> dict[str, Any]:
@@ -695,6 +705,23 @@ class ConfigFields:
         """
         return self._with(self.overrides[glob] for glob in self.globs_of(layer))
 
+    def input_grid_of(self, layer: str, wide: Container[str]) -> InputGrid | None:
+        """How the inputs of one layer are rounded; None if they stay as they are.
+
+        Args:
+            layer: Its name.
+            wide: Names of the layers that `wide_bits` is for; see `Inventory.wide`.
+
+        >>> section = ActivationConfig(enabled=True, bits=4, scale="per_token", wide_bits=8)
+        >>> ConfigFields(bits=4, activations=section).input_grid_of("fc2", {"fc2"}).bits
+        8
+        """
+        section = self.of(layer).activations
+        grid = section.grid
+        if grid is None or section.wide_bits is None or layer not in wide:
+            return grid
+        return replace(grid, bits=section.wide_bits)
+
     def globs_of(self, layer: str) -> list[str]:
         """The globs of `overrides` that mean a layer."""
         return [glob for glob in self.overrides if matches(layer, glob)]
@@ -741,7 +768,10 @@ class ConfigFields:
         for override in overrides:
             given |= given_in(override)
             if override.activations is not None:
-                activations = replace(activations, **given_in(override.activations))
+                said = given_in(override.activations)
+                if "bits" in said:
+                    said["wide_bits"] = None
+                activations = replace(activations, **said)
                 given["activations"] = activations
         if not (given or self.overrides):
             return self

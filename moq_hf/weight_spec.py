@@ -196,6 +196,7 @@ class WeightSpec:
         """
         assert self.inputs is not None
         scale = self.inputs.scale
+        legal = (4, 8) if scale == "per_token" else (8,)
         needs_bytes = scale == "static" and not self.multiplies_bytes
         faults = {
             "an embedding table shares their weight": self.is_table,
@@ -203,7 +204,7 @@ class WeightSpec:
             "their grid is asymmetric": not self.symmetric,
             f"they are {self.format}": self.format != "int",
             f"they have {self.bits} bits": not 2 <= self.bits <= MAX_PACKED_BITS,
-            f"inputs have {self.inputs.bits} bits": self.inputs.bits != 8,
+            f"inputs have {self.inputs.bits} bits": self.inputs.bits not in legal,
             f"scales are {scale}": scale not in ("static", "per_token"),
             "static scales go with 8 bits per channel": needs_bytes,
         }

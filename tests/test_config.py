@@ -243,7 +243,7 @@ def test_what_states_of_0_2_hold_is_read_as_it_was_meant(case: str) -> None:
     # Keys that came later.
     for override in written["overrides"].values():
         override["activations"] = None
-    written["activation_quantization"] |= {"symmetric": True, "percentile": 100.0, "window": None}
+    written["activation_quantization"] |= {"symmetric": True, "percentile": 100.0, "window": None, "wide_bits": None}
     assert MoQConfig.from_dict(written).to_deepspeed() == {**written, "pack_bits": None}
 
 
@@ -396,7 +396,7 @@ def test_presets_and_their_copies_are_the_same(name: str) -> None:
     config = MoQConfig.load(name)
     assert config == MoQConfig.from_file(preset)
     assert config.embeddings == (None if name == "lm-w4" else "auto")
-    assert config.falls == (name not in ("w8", "w4", "w3", "w2", "w8a8"))
+    assert config.falls == (name not in ("w8", "w4", "w3", "w2", "w8a8", "w4a8", "w4a4"))
 
 
 def test_there_is_a_recipe_for_everything() -> None:

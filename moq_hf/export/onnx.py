@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ..config import MoQConfig
 from ..errors import MoQError, check_choice, explained, require, write_json
 from ..grid import InputGrid, InputScale
+from ..model.inventory import Inventory
 from ..packed.files import new_path, staged
 from ..text import markdown_table, progress, table
 from . import decoder
@@ -216,7 +217,8 @@ def export_onnx(
     checkpoint = load_checkpoint(Path(directory))
     reference = Reference(checkpoint, data, max_length)
     config = MoQConfig.from_dict(checkpoint.verified.state["config"])
-    grid = grid_of("int8", config, activation_bits, activation_scale)
+    trained = config.activations.grid
+    grid = grid_of("int8", trained, activation_bits, activation_scale)
     has_cache = decoder.has_cache(checkpoint.model)
     files = {
         key: file
@@ -297,13 +299,16 @@ def export_onnx(
 
 
 def grid_of(
-    flavor: Flavor, config: MoQConfig, bits: int | None, scale: InputScale | None
+    flavor: Flavor,
+    trained: InputGrid | None,
+    bits: int | None,
+    scale: InputScale | None,
 ) -> InputGrid:
     """How a flavor rounds inputs: for int8 as asked for, else as trained, as far as the flavor can.
 
     Args:
         flavor: "int8", "nbits" or "qdq".
-        config: With which the model, or one of its layers, was trained.
+        trained: The grid in training; None for inputs in float.
         bits: Of int8, or None.
         scale: Of int8, or None.
 
@@ -313,7 +318,7 @@ def grid_of(
     grid = InputGrid(8, "per_block")
     if flavor == "nbits":
         return grid
-    trained = config.activations.grid or grid
+    trained = trained or grid
     if flavor == "qdq":
         grid = InputGrid(8, "static")
         return replace(trained, bits=8) if trained.scale == "static" else grid
@@ -348,7 +353,8 @@ def rounding_of(
     """
     verified = checkpoint.verified
     config = MoQConfig.from_dict(verified.state["config"])
-    grid = grid_of(flavor, config, bits, scale)
+    grid = grid_of(flavor, config.activations.grid, bits, scale)
+    wide = Inventory.of(checkpoint.model).wide
     saved = verified.state["input_ranges"]
     own: dict[str, InputGrid | None] = {}
     unknown: dict[str, InputGrid] = {}
@@ -356,8 +362,8 @@ def rounding_of(
     for name, weight in checkpoint.weights.items():
         if flavor == "nbits" or not multiplies_integers(verified.layers[name], weight):
             continue
-        of_layer = config.of(name)
-        stays_float = config.rounds_inputs and not of_layer.activations.enabled
+        of_layer = config.input_grid_of(name, wide)
+        stays_float = config.rounds_inputs and of_layer is None
         found = None if stays_float else grid_of(flavor, of_layer, bits, scale)
         if found != grid:
             own[name] = found

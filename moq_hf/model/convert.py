@@ -161,7 +161,7 @@ def prepare_model(
             passes=passes,
             read_dtype=mixed_precision() or weight.dtype,
         )
-        rounded = own.activations.grid
+        rounded = config.input_grid_of(name, inventory.wide)
         if rounded is not None and kind in ("linear", "conv1d"):
             rows, columns = matrix_shape(shape_of(weight), kind)
             scales = grid.shape(rows, columns)[1]

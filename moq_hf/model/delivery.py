@@ -127,6 +127,7 @@ def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, Weig
             matrices = tuple(f"{experts}.{number}.{parameter}" for number in numbers)
         is_table = kind == "embedding"
         width = own.bits if isinstance(own.bits, int) else bits
+        inputs = config.input_grid_of(name, inventory.wide)
         spec = WeightSpec(
             kind,
             matrix_shape(shape, kind),
@@ -136,7 +137,7 @@ def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, Weig
             # A weight that a head shares with a table is stored as a table.
             is_table=is_table or name in inventory.tied.values(),
             matrices=matrices,
-            inputs=own.activations.grid if kind in ("linear", "conv1d") else None,
+            inputs=inputs if kind in ("linear", "conv1d") else None,
             pack_bits=config.pack_bits or 0,
         )
         specs[name] = replace(spec, stored=_PACKED.form_of(spec).name)

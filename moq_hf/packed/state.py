@@ -353,6 +353,8 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
     if state["by_hand"] and (proof is None or not proof.agrees):
         unserved = "no save_pretrained wrote it; load_state_dict takes its weights"
     trained = MoQConfig.from_dict(state["config"])
+    quantization = config.get("quantization_config") or {}
+    groups = quantization.get("config_groups") or {}
     weights = {}
     # The files hold packed experts matrix by matrix.
     for name, layer in by_matrix(layers).items():
@@ -362,6 +364,9 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
             grid = replace(grid, grouping=trained.grouping)
         is_rounded = state["rounds_inputs"] and layer.kind == "linear"
         inputs = trained.of(name).activations.grid
+        scheme = groups.get(layer.group or "", {}).get("input_activations")
+        if inputs is not None and scheme is not None:
+            inputs = replace(inputs, bits=scheme["num_bits"])
         weights[name] = replace(
             layer,
             grid=grid,

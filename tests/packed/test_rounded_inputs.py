@@ -30,6 +30,7 @@ def rounding(bits: int = 8, scale: str = "static", **more: Any) -> dict[str, Any
 
 RANGES = {"symmetric": False, "percentile": 99.0, "window": 3}
 ASYMMETRIC: Any = {"bits": 8, "embeddings": None, "activations": RANGES}
+NARROW: Any = {"bits": 4, "embeddings": None, "activations": {"bits": 4, "scale": "per_token", "wide_bits": 8}}
 HALF = rounding(quantize_algo={"scale_dtype": "bfloat16"})
 
 
@@ -55,6 +56,8 @@ def delivered(folder: Path, family: str, task: str, config: Any, dtype: torch.dt
         ("ViT", "image classification", rounding(4, "per_token"), torch.float32, "(W4A8, per_token)"),
         ("ModernBERT", "masked LM", rounding(), torch.float32, "(W8A8, static)"),
         ("BERT", "sequence classification", ASYMMETRIC, torch.float32, "(W8A8, static, asymmetric)"),
+        ("BERT", "sequence classification", NARROW, torch.float32, "(W4A4 and W4A8, per_token)"),
+        ("Llama", "causal LM", NARROW | {"scale_dtype": "bfloat16"}, torch.bfloat16, "(W4A4 and W4A8, per_token)"),
         ("Llama", "causal LM", ASYMMETRIC | {"scale_dtype": "bfloat16"}, torch.bfloat16, "(W8A8, static, asymmetric)"),
     ],
 )
@@ -67,8 +70,8 @@ def test_folders_compute_with_rounded_inputs(
     proof = state["proof"]
     assert (proof["agrees"], proof["largest_difference"], proof["inputs"]) == (True, 0.0, "rounded")
     card = (tmp_path / "quantized" / "README.md").read_text(encoding="utf-8")
-    scale = said.split(", ", 1)[1].removesuffix(")")
-    assert f"with inputs rounded to 8 bits ({scale})" in card
+    told = MoQConfig.from_dict(config).inputs_in_words
+    assert f"with inputs rounded to {told}" in " ".join(card.split())
     written = json.loads((tmp_path / "quantized" / "config.json").read_text(encoding="utf-8"))
     has_half_scales = config is HALF or "scale_dtype" in config
     assert written["dtype"] == ("bfloat16" if has_half_scales else "float32")

@@ -1,7 +1,10 @@
 """Inputs of quantized layers on a grid: the numbers, the gradient, when it begins, what a resumed run does."""
 
+import re
 from typing import Any
 
+import families
+import model_zoo
 import pytest
 import torch
 from torch import nn
@@ -11,6 +14,8 @@ from moq_hf.forecast import plan
 from moq_hf.grid import InputGrid
 from moq_hf.inputs import fake_quantize_input
 from moq_hf.model.convert import quant_layers
+from moq_hf.model.inventory import Inventory
+from moq_hf.model.selection import take_inventory
 from moq_hf.training.controller import MoQController
 
 
@@ -86,6 +91,51 @@ def test_overrides_say_how_the_inputs_of_layers_are_rounded(tiny_bert: Any) -> N
     assert "the inputs of linear layers to float; pooler: 8 bits (static) after 1 steps" in controller.summary()
     with pytest.raises(MoQError, match="start_step: 5 is not reached"):
         plan({"bits": 8, "activations": {"enabled": False, "start_step": 5}, "overrides": overrides}, 5)
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "wide"),
+    [
+        ("BERT", "masked LM", r"layer\.\d\.output\.dense"),
+        ("DistilBERT", "masked LM", r"ffn\.lin2"),
+        ("ALBERT", "masked LM", r"ffn_output"),
+        ("MPNet", "masked LM", r"layer\.\d\.output\.dense"),
+        ("GPT-2", "causal LM", r"mlp\.c_proj"),
+        ("Llama", "causal LM", r"mlp\.down_proj"),
+        ("T5", "sequence to sequence", r"DenseReluDense\.wo"),
+        ("ViT", "image classification", r"mlp\.fc2"),
+        ("ModernBERT", "masked LM", r"mlp\.Wo"),
+    ],
+)
+def test_the_widest_layers_of_blocks_are_second_products(family: str, task: str, wide: str) -> None:
+    inventory = take_inventory(model_zoo.new_model(family, task), MoQConfig(bits=4, embeddings=None))
+    expected = {name for name in inventory.layers if re.search(rf"{wide}$", name)}
+    assert expected and inventory.wide & inventory.layers.keys() == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "wide"),
+    [
+        # Its experts are no linear layers, and keys and values of fewer heads are no second products.
+        ("Mixtral", set()),
+        ("Whisper", {"fc2"}),
+        ("Qwen2-VL", {"fc2", "down_proj"}),
+        ("Swin", {"fc2", "reduction"}),
+    ],
+)
+def test_more_second_products(family: str, wide: set[str]) -> None:
+    made = families.FAMILIES[family]
+    inventory = Inventory.of(made.kind(made.config()))
+    assert {name.rpartition(".")[2] for name in inventory.wide} == wide
+
+
+def test_wide_bits_are_of_second_products_unless_an_override_says_otherwise(tiny_bert: Any) -> None:
+    overrides = {"*.layer.0.output.dense": {"activations": 6}}
+    section = {"bits": 4, "scale": "per_token", "wide_bits": 8}
+    layers = quant_layers(quantize_model(tiny_bert, bits=4, activations=section, overrides=overrides, embeddings=None))
+    bits = {name: layer.moq.inputs.grid.bits for name, layer in layers.items() if layer.moq.inputs is not None}
+    assert bits.pop("bert.encoder.layer.0.output.dense") == 6 and bits.pop("bert.encoder.layer.1.output.dense") == 8
+    assert {*bits.values()} == {4}
 
 
 def test_overrides_of_inputs_that_stay_float_are_an_error() -> None:
