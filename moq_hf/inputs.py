@@ -152,7 +152,8 @@ def static_parameters(
         return static_scale(ends, grid.bits, dtype), None
     low, _ = grid.limits()
     below, above = ends
-    scale = _divided(below + above, (1 << grid.bits) - 1)
+    width = (below + above).clamp(max=LARGEST_RANGE)
+    scale = _divided(width, (1 << grid.bits) - 1)
     scale = scale.clamp(min=_LEAST.get(dtype, _TINY)).to(dtype)
     # A rounded scale may be too small for the last code.
     codes = (below / scale.float()).round().clamp(max=(1 << grid.bits) - 1)

@@ -32,6 +32,7 @@ from moq_hf.inputs import (
     new_inputs,
     range_of,
     ranges_of,
+    static_parameters,
     static_scale,
     tensor_scale,
     update_ranges,
@@ -188,6 +189,12 @@ def test_the_range_is_a_moving_average_of_steps() -> None:
     # A pass that overflowed in a step that was skipped takes nothing from the next one.
     observe(inputs, float("inf"), known)
     assert float(inputs.observed) == known
+
+
+def test_the_widest_range_has_a_finite_scale() -> None:
+    widest = torch.full((2,), torch.finfo(torch.float32).max)
+    scale, zero = static_parameters(widest, InputGrid(8, "static", symmetric=False))
+    assert scale.isfinite() and zero is not None and zero.isfinite()
 
 
 def test_a_percentile_leaves_out_what_is_farthest_out() -> None:

@@ -65,7 +65,8 @@ def round_all_kernel(
         if SYMMETRIC:
             scale = tl.div_rn(first, high)
         else:
-            scale = tl.div_rn(first + tl.load(first_ptr + 1), high - low)
+            width = tl.minimum(first + tl.load(first_ptr + 1), 3.4028234663852886e38)
+            scale = tl.div_rn(width, high - low)
         scale = as_dtype(tl.maximum(scale, least), SCALE_DTYPE)
         if not SYMMETRIC:
             added = nearest_code(tl.div_rn(first, scale), 0.0, high - low) + low
