@@ -179,7 +179,11 @@ def _learn_from(
                 # With a window each batch is a step.
                 update_ranges(windowed)
 
-    observers = inputs_of(layers)
+    observers = {
+        name: own
+        for name, own in inputs_of(layers).items()
+        if own.grid.scale == "static"
+    }
     windowed = [own for own in observers.values() if own.grid.window is not None]
     with evaluating(model), eager():
         if config.gptq:
@@ -194,7 +198,7 @@ def _learn_from(
             # What is wrong with a batch comes before any weight is changed.
             run_all()
             round_weights(model, rounded, batches, run)
-        if _has_ranges(config):
+        if observers:
             handles = [
                 layers[name].module.register_forward_pre_hook(
                     functools.partial(_observe, own)

@@ -107,6 +107,14 @@ def test_with_a_window_a_range_is_the_mean_of_the_batches(tiny_bert: nn.Module, 
     torch.testing.assert_close(inputs.range, seen.mean(0))
 
 
+def test_layers_with_scales_of_each_token_need_no_range(tiny_bert: nn.Module, tiny_batch: Batch) -> None:
+    overrides = {"*.output.dense": {"activations": {"scale": "static"}}}
+    quantize_model(tiny_bert, bits=8, activations={"scale": "per_token"}, overrides=overrides, inputs=tiny_batch)
+    for name, layer in quant_layers(tiny_bert).items():
+        assert layer.moq.inputs is not None
+        assert (layer.moq.inputs.range is not None) == name.endswith("output.dense")
+
+
 def test_keywords_are_those_of_a_config(tiny_bert: nn.Module) -> None:
     quantize_model(tiny_bert, bits=3, group_size=8)
     by_keywords = {name: layer.quantized_weight() for name, layer in quant_layers(tiny_bert).items()}

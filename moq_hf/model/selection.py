@@ -256,7 +256,7 @@ def _check_inputs(
     layers: Iterable[str],
     experts: Collection[str],
 ) -> None:
-    """Refuse to round the inputs of experts, and of layers that PyTorch computes in one fused call.
+    """Refuse to round inputs of experts, of layers in a fused call of PyTorch's, and at `wide_bits` of no layer.
 
     Raises:
         MoQError: There are such layers; the text names them.
@@ -272,6 +272,15 @@ def _check_inputs(
             f"{key}: the inputs of experts cannot be quantized ({', '.join(experts)}); leave it out, or add "
             '"experts" to modules_to_not_convert'
         )
+    section = config.activations
+    if section.enabled and section.wide_bits is not None:
+        wide = [name for name in layers if name in inventory.wide]
+        if not any(config.of(name).activations.wide_bits for name in wide):
+            raise MoQError(
+                f"{key}: wide_bits {section.wide_bits} is for no layer: those that it means are in float, or have bits "
+                "of their own by overrides, or no block has a layer with more inputs than outputs that is wider than "
+                "the others; leave it out, or set it to null beside a preset"
+            )
     # Some of them in evaluation alone.
     fused = inventory.instances(nn.TransformerEncoderLayer, nn.MultiheadAttention)
     wrong = [name for name in rounded(layers) if is_below(name, *fused)]
