@@ -573,6 +573,12 @@ def int8_speeds() -> list[list[Any]]:
     return found
 
 
+def rounded_inputs() -> list[list[Any]]:
+    """Cosine of embeddings to the float model's, with weights and inputs rounded without training."""
+    cosines = document("rounded_inputs")["cosines"].items()
+    return [["weights, inputs", "cosine"], *([name, f"{cosine:.4f}"] for name, cosine in cosines)]
+
+
 def reliability() -> list[list[Any]]:
     """What went wrong on purpose, and what came of it."""
     kills, sharded, fuzz = lines_of("kills"), lines_of("kills_sharded"), document("fuzz_config")
@@ -681,6 +687,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "answers": answers,
     "speeds": speeds,
     "int8 speeds": int8_speeds,
+    "rounded inputs": rounded_inputs,
     "embedding models": embedding_models,
     "reliability": reliability,
     "versions": versions,

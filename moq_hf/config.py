@@ -17,12 +17,23 @@ from .dialect import by_section
 from .errors import MoQConfigError, listed
 
 # Configs that come with the package, in its folder `presets`, by their names.
-PRESETS = ("w8", "w4", "w3", "w2", "lm-w4", "moq", "auto", "eigen")
+PRESETS = (
+    "w8",
+    "w4",
+    "w3",
+    "w2",
+    "w8a8",
+    "w4a8",
+    "w4a4",
+    "lm-w4",
+    "moq",
+    "auto",
+    "eigen",
+)
 # Schemes of other libraries, and their equivalents here.
 _SCHEMES = {
     "w4a16": "w4",
     "w8a16": "w8",
-    "w8a8": '"w8", activations=8',
     "mxfp4": 'format="mxfp4"',
     "nvfp4": 'format="nvfp4"',
 }

@@ -6,8 +6,8 @@ documentation and the JSON Schema from them.
 
 import copy
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import field, replace
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -21,6 +21,7 @@ from typing import (
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     ConfigDict,
     FailFast,
     Field,
@@ -87,6 +88,9 @@ ByteBits = Annotated[
 ]
 Share = Annotated[
     float, Field(strict=True, gt=0, le=1, title="a number above 0 up to 1")
+]
+Percentile = Annotated[
+    float, Field(strict=True, gt=0, le=100, title="a number above 0 up to 100")
 ]
 Size = Annotated[
     float, Field(strict=True, gt=0, lt=UNBOUNDED, title="a number above 0")
@@ -245,11 +249,92 @@ class ActivationConfig:
         Count,
         key("optimizer steps before that begins; it never does before the offset"),
     ] = 0
+    symmetric: Annotated[
+        Flag,
+        key(
+            "whether zero is in the middle of a `static` range; false: the range has two ends and a zero point, for "
+            "inputs that are mostly on one side, as after GELU"
+        ),
+    ] = True
+    percentile: Annotated[
+        Percentile,
+        key(
+            "of the inputs of a call, how many a `static` range holds; below 100 a few outliers do not decide it, and "
+            "are clipped"
+        ),
+    ] = 100.0
+    window: Annotated[
+        Positive | None,
+        key(
+            "optimizer steps that a `static` range is the mean of, then a moving one; null: the first step's range, "
+            "into which each later one goes with a share of 0.01"
+        ),
+    ] = None
+    wide_bits: Annotated[
+        ByteBits | None,
+        key(
+            "of the inputs of the widest layer of each block that has fewer outputs, the second product of a "
+            "feed-forward part, whose inputs have the outliers; null: `bits`"
+        ),
+    ] = None
 
     @property
     def grid(self) -> InputGrid | None:
         """The grid of those inputs; None if they stay as they are."""
-        return InputGrid(self.bits, self.scale) if self.enabled else None
+        if not self.enabled:
+            return None
+        if self.scale != "static":
+            return InputGrid(self.bits, self.scale)
+        return InputGrid(
+            self.bits,
+            self.scale,
+            symmetric=self.symmetric,
+            percentile=self.percentile,
+            window=self.window,
+        )
+
+    @property
+    def in_words(self) -> str:
+        """The same for messages.
+
+        >>> ActivationConfig(enabled=True, symmetric=False).in_words, ActivationConfig().in_words
+        ('8 bits (static, asymmetric)', 'float')
+        """
+        if self.grid is None:
+            return "float"
+        wide = (
+            f", {self.wide_bits} in each block's widest layer" if self.wide_bits else ""
+        )
+        return f"{self.bits} bits{wide} ({self.grid.in_words})"
+
+    @property
+    def of_ranges(self) -> dict[str, Any]:
+        """The keys of static ranges that are not as they are by default."""
+        default = ActivationConfig()
+        names = ("symmetric", "percentile", "window")
+        values = {name: getattr(self, name) for name in names}
+        return {n: v for n, v in values.items() if v != getattr(default, n)}
+
+
+def activation_section(value: Any) -> Any:
+    """Give the section `activations`: it may be its bits, its switch, or the section without its switch."""
+    if isinstance(value, bool):
+        return {"enabled": value}
+    if isinstance(value, int):
+        return {"enabled": True, "bits": value}
+    return {"enabled": True, **value} if isinstance(value, Mapping) else value
+
+
+@checked
+class ActivationOverride:
+    """What `overrides` say of the inputs of some layers. None: as of all layers."""
+
+    enabled: Annotated[Flag | None, key("whether they are rounded")] = None
+    bits: Annotated[ByteBits | None, key("of those inputs")] = None
+    scale: Annotated[InputScale | None, key("what shares a scale")] = None
+    symmetric: Annotated[Flag | None, key("of a `static` range")] = None
+    percentile: Annotated[Percentile | None, key("of a `static` range")] = None
+    window: Annotated[Positive | None, key("of a `static` range")] = None
 
 
 @checked
@@ -298,6 +383,11 @@ class OverrideConfig:
     ] = None
     group_size: Annotated[
         Positive | None, key("that many consecutive weights of a row share a scale")
+    ] = None
+    activations: Annotated[
+        ActivationOverride | None,
+        BeforeValidator(activation_section),
+        key("how their inputs are rounded: bits, true or false, or keys that differ"),
     ] = None
 
 
@@ -458,8 +548,8 @@ class ConfigFields:
         dict[str, OverrideConfig],
         Field(title="an object of globs"),
         key(
-            "glob, or name, to `bits`, `start_bits` and `group_size` of the layers that it means; of several globs "
-            "with a key the last one counts",
+            "glob, or name, to `bits`, `start_bits`, `group_size` and `activations` (bits, false, or keys that differ) "
+            "of the layers that it means; of several globs with a key the last one counts",
             json_schema_extra={"default": {}},
         ),
     ] = field(default_factory=dict, hash=False)
@@ -620,10 +710,24 @@ class ConfigFields:
         >>> config.of("layer.0.query").bits, config.of("layer.1.query").bits
         (8, 4)
         """
-        given: dict[str, Any] = {}
-        for glob in self.globs_of(layer):
-            given |= given_in(self.overrides[glob])
-        return self._with(given)
+        return self._with(self.overrides[glob] for glob in self.globs_of(layer))
+
+    def input_grid_of(self, layer: str, wide: Container[str]) -> InputGrid | None:
+        """How the inputs of one layer are rounded; None if they stay as they are.
+
+        Args:
+            layer: Its name.
+            wide: Names of the layers that `wide_bits` is for; see `Inventory.wide`.
+
+        >>> section = ActivationConfig(enabled=True, bits=4, scale="per_token", wide_bits=8)
+        >>> ConfigFields(bits=4, activations=section).input_grid_of("fc2", {"fc2"}).bits
+        8
+        """
+        section = self.of(layer).activations
+        grid = section.grid
+        if grid is None or section.wide_bits is None or layer not in wide:
+            return grid
+        return replace(grid, bits=section.wide_bits)
 
     def globs_of(self, layer: str) -> list[str]:
         """The globs of `overrides` that match a layer."""
@@ -631,14 +735,51 @@ class ConfigFields:
 
     def variants(self) -> dict[str, Self]:
         """The config of layers that no glob matches, under "", and of those of each glob that gives other bits."""
-        made = {"": self._with({})}
+        made = {"": self._with(())}
         for glob, override in self.overrides.items():
-            own = self._with(given_in(override))
+            own = self._with([override])
             if (own.start_bits, own.bits) != (self.start_bits, self.bits):
                 made[glob] = own
         return made
 
-    def _with(self, given: Mapping[str, Any]) -> Self:
+    @property
+    def activation_sections(self) -> list[ActivationConfig]:
+        """How inputs are rounded, or not: in layers that no glob means, and in those of each glob."""
+        globs = self.overrides.values()
+        return [self.activations, *(self._with([own]).activations for own in globs)]
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether the inputs of some layers are rounded."""
+        return any(section.enabled for section in self.activation_sections)
+
+    @property
+    def inputs_in_words(self) -> str:
+        """How inputs are rounded, for messages.
+
+        >>> inner = ActivationOverride(enabled=False)
+        >>> own = {"*.dense": OverrideConfig(activations=inner)}
+        >>> ConfigFields(bits=8, activations=ActivationConfig(enabled=True), overrides=own).inputs_in_words
+        '8 bits (static); *.dense: float'
+        """
+        first, *others = self.activation_sections
+        told = [first.in_words]
+        for (glob, override), own in zip(self.overrides.items(), others, strict=True):
+            if override.activations is not None:
+                told.append(f"{glob}: {own.in_words}")
+        return "; ".join(told)
+
+    def _with(self, overrides: Iterable[OverrideConfig]) -> Self:
+        given: dict[str, Any] = {}
+        activations = self.activations
+        for override in overrides:
+            given |= given_in(override)
+            if override.activations is not None:
+                said = given_in(override.activations)
+                if "bits" in said:
+                    said["wide_bits"] = None
+                activations = replace(activations, **said)
+                given["activations"] = activations
         if not (given or self.overrides):
             return self
         given = {"overrides": {}, **given}
@@ -747,10 +888,25 @@ class ConfigFields:
             )
         yield from self._bits_conflicts(spell)
         yield from self._scales_conflicts(spell)
+        yield from self._input_conflicts(spell("activations"))
+        yield from self._override_conflicts(spell)
+
+    def _input_conflicts(self, where: str) -> Iterator[str]:
+        yield from _range_conflicts(where, self.activations, self.activations.of_ranges)
+        grids = [section.grid for section in self.activation_sections]
+        if "llama.cpp" in self.serve and not all(
+            g is None or g.symmetric for g in grids
+        ):
+            yield (
+                f"{where}.symmetric: llama.cpp rounds inputs by itself, around zero, and its files have no place for a "
+                'zero point; set it to true, or leave "llama.cpp" out of serve'
+            )
+
+    def _override_conflicts(self, spell: Speller) -> Iterator[str]:
         for glob, override in self.overrides.items():
             where = f"overrides.{show_key(glob)}"
             if not given_in(override):
-                yield f"{where}: says nothing; give bits, start_bits or group_size"
+                yield f"{where}: says nothing; give bits, start_bits, group_size or activations"
             elif override.bits == 16:
                 yield (
                     f"{where}.bits: 16 would quantize nothing; name layers that stay in float in "
@@ -760,8 +916,14 @@ class ConfigFields:
             elif glob == "*":
                 yield f"{where}: matches every layer; set these for all layers, outside of overrides"
                 continue
-            for text in self._with(given_in(override))._bits_conflicts(spell):
+            own = self._with([override])
+            for text in own._bits_conflicts(spell):
                 yield f"{where}: {text}"
+            if override.activations is not None:
+                section = replace(ActivationConfig(), **given_in(override.activations))
+                yield from _range_conflicts(
+                    f"{where}.activations", own.activations, section.of_ranges
+                )
 
     def _bits_conflicts(self, spell: Speller) -> Iterator[str]:
         own = FP4.get(self.format)
@@ -830,6 +992,16 @@ class ConfigFields:
         if self.enabled and target == 16:
             return f"{spell('bits')}: 16 would quantize nothing{default}"
         return None
+
+
+def _range_conflicts(
+    where: str, section: ActivationConfig, given: Mapping[str, Any]
+) -> Iterator[str]:
+    if given and section.scale != "static":
+        yield (
+            f"{where}: {', '.join(given)}: for static ranges alone, and {section.scale} scales follow each call; leave "
+            'out what is for ranges, or the preset that has it, or set scale to "static"'
+        )
 
 
 def _budget_fault(budget: BitBudget, where: str) -> str | None:

@@ -13,7 +13,13 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from . import dialect
-from .config_fields import LARGEST, ConfigFields, Speller, given_in
+from .config_fields import (
+    LARGEST,
+    ConfigFields,
+    Speller,
+    activation_section,
+    given_in,
+)
 from .dialect import Place, by_section
 from .errors import MOST_FAULTS, MoQConfigError, show, show_key
 from .grid import FP4, FP4_BITS
@@ -220,7 +226,7 @@ class _Said:
         if is_dataclass(value):
             value = given_in(value)
         elif name == "activations":
-            value = _activations(value)
+            value = activation_section(value)
         if not isinstance(value, Mapping):
             also = ", a number of bits, true or false" * (name == "activations")
             self._faults.append(f"{name}: {show(value)} is not an object of keys{also}")
@@ -248,15 +254,6 @@ class _Said:
             f"{show_key(section + name)}: unknown key"
             + ("" if is_told else _meant(name, section, here, self.spell))
         )
-
-
-def _activations(value: Any) -> Any:
-    """Complete the section, which may be given as its bits, as its switch, or without its switch."""
-    if isinstance(value, bool):
-        return {"enabled": value}
-    if isinstance(value, int):
-        return {"enabled": True, "bits": value}
-    return {"enabled": True, **value} if isinstance(value, Mapping) else value
 
 
 @functools.cache
@@ -320,7 +317,7 @@ def _value_faults(
     for found in error.errors(include_url=False, include_input=False):
         head, *inner = found["loc"]
         if head == "overrides" and inner:
-            text = _override_fault(values[head], *inner[:2])
+            text = _override_fault(values[head], *map(str, inner[:3]))
             faults[head] = "; ".join(filter(None, [faults.get(head), text]))
             continue
         path = ".".join(map(str, found["loc"][:2]))
@@ -330,18 +327,27 @@ def _value_faults(
 
 
 def _override_fault(
-    overrides: Mapping[Any, Any], glob: Any, key: str | int | None = None
+    overrides: Mapping[Any, Any], glob: Any, key: str | None = None, *inner: str
 ) -> str:
     """Describe what is wrong with the settings of one glob."""
     where = f"overrides.{show_key(str(glob))}"
-    schemas = schema_of_fields()["$defs"]["OverrideConfig"]["properties"]
     override = overrides.get(glob)
-    if key is None or not isinstance(override, Mapping):
-        return f"{where}: {show(override)} is not an object of {', '.join(schemas)}"
+    if key == "activations" and isinstance(override, Mapping):
+        section = activation_section(override[key])
+        fault = _fault_in(f"{where}.{key}", section, "ActivationOverride", *inner)
+        return fault + ", a number of bits, true or false" * (not inner)
+    return _fault_in(where, override, "OverrideConfig", key)
+
+
+def _fault_in(where: str, section: Any, kind: str, key: str | None = None) -> str:
+    """Say what is wrong with an object of keys, or with one of its values, by its path and the name of its class."""
+    schemas = schema_of_fields()["$defs"][kind]["properties"]
+    if key is None or not isinstance(section, Mapping):
+        return f"{where}: {show(section)} is not an object of {', '.join(schemas)}"
     if key not in schemas:
         hint = _meant(str(key), f"{where}.", [*schemas], str)
         return f"{show_key(f'{where}.{key}')}: unknown key{hint}"
-    return _value_fault(f"{where}.{key}", override[key], schemas[key])
+    return _value_fault(f"{where}.{key}", section[key], schemas[key])
 
 
 def _value_fault(path: str, value: Any, schema: Mapping[str, Any]) -> str:

@@ -218,6 +218,8 @@ def _idle(config: MoQConfig) -> list[str]:
         "activations": config.activations,
         "blend": config.blend,
     }
+    if config.rounds_inputs:
+        del sections["activations"]
     # A budget measures even if the section is off.
     if config.budget is None:
         sections["eigenvalue"] = config.eigenvalue

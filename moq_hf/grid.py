@@ -307,9 +307,15 @@ class InputGrid:
         bits: Bit width of a code, 2 to 8.
         scale: "per_token": symmetric codes, a scale for each token. "per_tensor":
             asymmetric codes, a scale for each call. "per_block": symmetric codes, a
-            scale for each `block` features of a token. "static": symmetric codes, one
-            scale, learned in training.
+            scale for each `block` features of a token. "static": one scale, learned in
+            training.
         block: Features that share a scale per block.
+        symmetric: Whether static codes lie around zero; otherwise they have a zero
+            point.
+        percentile: Of the inputs of a call, how many a static range holds, above 0 to
+            100.
+        window: Optimizer steps that a static range is the mean of; None gives the newest
+            step a share of 0.01.
 
     >>> InputGrid(8, "per_token").limits(), InputGrid(8, "per_tensor").limits(), InputGrid(7, "static").limits()
     ((-128, 127), (0, 255), (-64, 63))
@@ -318,6 +324,18 @@ class InputGrid:
     bits: int
     scale: InputScale
     block: int = INPUT_BLOCK
+    symmetric: bool = True
+    percentile: float = 100.0
+    window: int | None = None
+
+    @property
+    def in_words(self) -> str:
+        """What shares a scale, for messages.
+
+        >>> InputGrid(8, "static", symmetric=False).in_words
+        'static, asymmetric'
+        """
+        return self.scale + ", asymmetric" * (not self.symmetric)
 
     def beside(self, columns: int, scales: int) -> "InputGrid":
         """The grid for the inputs of a layer whose weight has this many columns, and scales in a row.

@@ -8,18 +8,26 @@ Rounding is half to even. With b bits and an input x `[..., features]`:
 | per_tensor | s = (hi - lo) / (2^b - 1), lo = min(0, min x), hi = max(0, max x), of each call | clip(round(x / s) + z, 0, 2^b - 1), z = clip(round(-lo / s), 0, 2^b - 1) |
 | per_block | s = max abs(x) / (2^(b-1) - 1) of each block of features of a token | round(x (1 / s)), 1 / s = (2^(b-1) - 1) / max abs(x) |
 | static | s = m / (2^(b-1) - 1), m the running range | clip(round(x / s), -2^(b-1), 2^(b-1) - 1) |
+| static, asymmetric | s = (hi - lo) / (2^b - 1), lo <= 0 <= hi the running range | clip(round(x / s + z), -2^(b-1), 2^(b-1) - 1), z = round(-lo / s) - 2^(b-1) |
 
 compressed-tensors computes per_token and static in the same way for a delivered model, in its dtypes: per_token in that
 of the input, static in the wider one of the input and the weight. It takes the first two dimensions for batch and
 tokens, so that an input of two dimensions, such as a pooler's, has one scale. per_tensor is float32 whatever the dtype
 of the input; at 8 bits it is ONNX's DynamicQuantizeLinear. per_block is float32 too, as ONNX Runtime's MatMulNBits
-computes it on x86 CPUs with accuracy level 4. The running range is a moving average of the largest magnitude that
-training saw in each optimizer step, with a share of 0.01 for the newest: the rule and the constant of PyTorch's
-MovingAverageMinMaxObserver. It changes only with optimizer steps, so that repeating a pass, as activation checkpointing
-does, gives the same numbers. Before the first step the largest magnitude of the call counts instead. A scale is never
-below the smallest normal float32, nor 0 in its dtype, so zeros stay zeros. NaN stays NaN.
+computes it on x86 CPUs with accuracy level 4.
+
+The range of a call is the largest magnitude of its inputs, or, if codes are asymmetric, the least and the greatest of
+them and 0. A percentile p leaves out the share 1 - p / 100 that is farthest out, on each side if codes are asymmetric,
+of up to 65,536 inputs at equal distances. The range of a step is the widest of its calls. The running range is a moving
+average over the steps of training, with a share of 0.01 for the newest: the rule and the constant of PyTorch's
+MovingAverageMinMaxObserver. With a window of w steps the n-th step has a share of 1 / min(n, w), so that the range is
+the mean of the first w. It changes only with optimizer steps, so that repeating a pass, as activation checkpointing
+does, gives the same numbers. Before the first step the range of the call counts instead. Layers with the same input
+have the same range. A scale is never below the smallest normal float32, nor 0 in its dtype, so zeros stay zeros. NaN
+stays NaN.
 """  # noqa: E501 - a table row cannot be broken
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -34,21 +42,27 @@ from .seams.transformers import is_transformed
 _TINY = torch.finfo(torch.float32).tiny
 # The least positive number of a dtype, if that is larger.
 _LEAST = {torch.float16: 2.0**-24}
-# The share of the newest step in the running range.
+# The share of the newest step in the running range, without a window.
 _NEWEST = 0.01
+# Inputs of a call that a percentile is taken of, at most.
+_SAMPLE = 65_536
 # The largest that a range can be.
 LARGEST_RANGE = torch.finfo(torch.float32).max
 
 
 def fake_quantize_input(
-    input: Tensor, grid: InputGrid, scale: Tensor | None = None
+    input: Tensor,
+    grid: InputGrid,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
 ) -> Tensor:
     """Round an input to its grid: scale * (code - zero point).
 
     Args:
         input: Floating-point `[..., features]`.
         grid: How it is quantized.
-        scale: A static scale, `[1]`; None takes the largest magnitude in `input`.
+        scale: A static scale, `[1]`; None takes the range of `input`.
+        zero: Its zero point, `[1]`, where codes are asymmetric.
 
     Returns:
         The input's shape and dtype.
@@ -68,8 +82,13 @@ def fake_quantize_input(
     if grid.scale == "per_token":
         scale = token_scale(x, grid.bits)
     elif scale is None:
-        scale = static_scale(x.float().abs().amax(), grid.bits)
-    return (x / scale).round_().clamp_(low, high).mul_(scale).to(input.dtype)
+        scale, zero = static_parameters(range_of(x, grid), grid)
+    codes = x / scale
+    if zero is None:
+        return codes.round_().clamp_(low, high).mul_(scale).to(input.dtype)
+    # compressed-tensors adds before it rounds.
+    codes = codes.add_(zero).round_().clamp_(low, high)
+    return codes.sub_(zero).mul_(scale).to(input.dtype)
 
 
 def _in_blocks(x: Tensor, grid: InputGrid) -> Tensor:
@@ -116,22 +135,78 @@ def static_scale(
     return scale.clamp(min=_LEAST.get(dtype, _TINY)).to(dtype)
 
 
+def static_parameters(
+    ends: Tensor, grid: InputGrid, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor | None]:
+    """The static scale of a range in a dtype, and its zero point.
+
+    Args:
+        ends: As `range_of` gives them, float32.
+        grid: How the inputs are quantized.
+        dtype: Of the scale.
+
+    Returns:
+        The scale, and for asymmetric codes the zero point in float32, both scalars.
+    """
+    if grid.symmetric:
+        return static_scale(ends, grid.bits, dtype), None
+    low, _ = grid.limits()
+    below, above = ends
+    width = (below + above).clamp(max=LARGEST_RANGE)
+    scale = _divided(width, (1 << grid.bits) - 1)
+    scale = scale.clamp(min=_LEAST.get(dtype, _TINY)).to(dtype)
+    # A rounded scale may be too small for the last code.
+    codes = (below / scale.float()).round().clamp(max=(1 << grid.bits) - 1)
+    return scale, codes + low
+
+
+def range_of(input: Tensor, grid: InputGrid) -> Tensor:
+    """The static range of one call, float32, which is not finite where the call is not.
+
+    Returns:
+        The largest magnitude, a scalar; where codes are asymmetric `[2]`, how far the
+        inputs reach below 0 and above it, neither negative.
+    """
+    x = input.detach()
+    if grid.percentile < 100:
+        x = _sample(x)
+    values = [x.abs()] if grid.symmetric else [-x, x]
+    ends = [_farthest(each, grid.percentile) for each in values]
+    found = ends[0] if grid.symmetric else torch.stack(ends).clamp(min=0.0)
+    return found.float()
+
+
+def _farthest(x: Tensor, percentile: float) -> Tensor:
+    if percentile == 100:
+        return x.amax()
+    left_out = math.floor((1 - percentile / 100) * x.numel())
+    return x.flatten().topk(left_out + 1).values[-1]
+
+
+def _sample(x: Tensor) -> Tensor:
+    # So many inputs apart, all features take their turn.
+    distance = -(-x.numel() // _SAMPLE)
+    while math.gcd(distance, x.shape[-1]) > 1:
+        distance += 1
+    return x.flatten()[::distance]
+
+
 @dataclass
 class InputObserver:
     """Quantizes the inputs of one layer, and observes their range.
 
     Attributes:
         grid: How the inputs are quantized.
-        observed: For a static scale, the largest magnitude since the last optimizer
-            step, a float32 scalar.
+        observed: For a static scale, the range since the last optimizer step, as
+            `range_of` gives it.
         dtype: The weight's dtype, to which a static scale is rounded.
-        range: For a static scale, the running range, a float32 scalar; None before the
-            first step.
+        range: For a static scale, the running range; None before the first step.
         active: Whether inputs are quantized, or only observed.
         called: Whether the layer has been called; a model may multiply by its weight
             without calling it.
         pending: Memory of a kernel that observes the range; see
             `kernels.inputs.round_all_kernel`.
+        steps: How many steps a range with a window has counted, a float32 scalar.
     """
 
     grid: InputGrid
@@ -141,44 +216,68 @@ class InputObserver:
     active: bool = True
     called: bool = False
     pending: Tensor | None = field(default=None, repr=False)
+    steps: Tensor | None = None
 
     @property
     def scale(self) -> Tensor | None:
         """The static scale, `[1]`, in the dtype of the weight; None if there is none, or none yet."""
+        return self.parameters[0]
+
+    @property
+    def parameters(self) -> tuple[Tensor | None, Tensor | None]:
+        """The static scale, and if codes are asymmetric its zero point `[1]` in float32."""
         if self.range is None:
-            return None
-        return static_scale(self.range, self.grid.bits, self.dtype)[None]
+            return None, None
+        scale, zero = static_parameters(self.range, self.grid, self.dtype)
+        return scale[None], None if zero is None else zero[None]
+
+    @property
+    def stored(self) -> tuple[Tensor | None, Tensor | None]:
+        """The same as files hold them, on the CPU: the scale in float32, the zero point in int8."""
+        scale, zero = self.parameters
+        return (
+            None if scale is None else scale.float().cpu(),
+            None if zero is None else zero.to("cpu", torch.int8),
+        )
 
     def quantize(self, input: Tensor, training: bool) -> Tensor | None:
         """Round an input to the grid, without a graph; None means that it stays as it is.
 
         Args:
             input: Floating-point `[..., features]`.
-            training: Whether its magnitude counts for the range. Inside torch.func's
-                transforms, which forbid writes, it never does.
+            training: Whether it counts for the range. Inside torch.func's transforms,
+                which forbid writes, it never does.
         """
         self.called = True
         if input.numel() == 0 or input.is_meta:
             # There is nothing to round or to observe.
             return None
         if self.grid.scale == "static" and training and not is_transformed():
-            # Written in place, so that a compiled graph keeps its tensor. Replicas of
-            # DataParallel have their inputs on other devices.
-            largest = input.detach().abs().amax().nan_to_num(nan=0.0, posinf=0.0)
-            newest = largest.to(self.observed.device)
-            self.observed.copy_(torch.maximum(self.observed, newest))
+            self.observe(input)
         if not self.active:
             return None
-        scale = self.scale
+        scale, zero = self.parameters
         if scale is not None:
             scale = scale.to(input.device)
-        return fake_quantize_input(input, self.grid, scale)
+        if zero is not None:
+            zero = zero.to(input.device)
+        return fake_quantize_input(input, self.grid, scale, zero)
+
+    def observe(self, input: Tensor) -> None:
+        """Take the range of an input `[..., features]` into that of the step."""
+        # Written in place, so that a compiled graph keeps its tensor. Replicas of
+        # DataParallel have their inputs on other devices.
+        newest = range_of(input, self.grid).to(self.observed.device)
+        newest = torch.where(newest.isfinite().all(), newest, 0.0)
+        self.observed.copy_(torch.maximum(self.observed, newest))
 
     def move_to(self, device: torch.device) -> None:
         """Move the range to a device; not to the meta device, which would lose it."""
         self.observed = self.observed.to(device)
         if self.range is not None:
             self.range = self.range.to(device)
+        if self.steps is not None:
+            self.steps = self.steps.to(device)
 
     def step(self, newest: Tensor) -> None:
         """Update the running range after an optimizer step.
@@ -187,21 +286,29 @@ class InputObserver:
         pass.
 
         Args:
-            newest: The largest magnitude in the step, a float32 scalar.
+            newest: The range of the step, as `range_of` gives it.
         """
-        counts = newest > 0
+        counts = newest.sum() > 0
+        window = self.grid.window
+        share: Tensor | float = _NEWEST
+        if window is not None and self.steps is not None:
+            share = 1 / (self.steps + 1).clamp(max=window)
+            self.steps.add_(counts)
         if self.range is not None:
-            moved = self.range + _NEWEST * (newest - self.range)
+            moved = self.range + share * (newest - self.range)
             self.range.copy_(torch.where(counts, moved, self.range))
         elif bool(counts):
             self.range = newest.clone()
+            if window is not None:
+                self.steps = torch.ones_like(newest.sum())
         self.observed.zero_()
 
 
 def new_inputs(grid: InputGrid, weight: Tensor) -> InputObserver:
     """Make an observer for the layer with a weight, with no range yet; on the CPU for the meta device."""
     device = torch.device("cpu") if weight.is_meta else weight.device
-    observed = torch.zeros((), dtype=torch.float32, device=device)
+    ends = () if grid.symmetric else (2,)
+    observed = torch.zeros(ends, dtype=torch.float32, device=device)
     return InputObserver(grid, observed, weight.dtype)
 
 
@@ -222,33 +329,53 @@ def inputs_out_of_reach(layers: Iterable[str], key: str) -> str:
 def update_ranges(inputs: Iterable[InputObserver]) -> None:
     """Update the running ranges after an optimizer step; all processes must call this, with the same layers.
 
-    A range follows the largest magnitude of all ranks.
+    A range follows the widest one of all ranks.
     """
     static = [observer for observer in inputs if observer.grid.scale == "static"]
     if static:
-        largest = largest_over_ranks(
-            torch.stack([observer.observed for observer in static])
-        )
-        for observer, newest in zip(static, largest, strict=True):
-            observer.step(newest)
+        ends = [observer.observed.flatten() for observer in static]
+        widest = largest_over_ranks(torch.cat(ends))
+        parts = torch.split(widest, [len(own) for own in ends])
+        for observer, newest in zip(static, parts, strict=True):
+            observer.step(newest.view_as(observer.observed))
 
 
-def ranges_of(inputs: Mapping[str, InputObserver]) -> dict[str, float]:
-    """The running ranges by layer, for a saved state. JSON's numbers hold float32 exactly."""
-    return {
-        name: float(observer.range)
-        for name, observer in inputs.items()
-        if observer.range is not None
-    }
+def ranges_of(
+    inputs: Mapping[str, InputObserver],
+) -> dict[str, float | list[float]]:
+    """The running ranges by layer, for a saved state. JSON's numbers hold float32 exactly.
+
+    A number is the largest magnitude; a list holds what `range_of` gives, and with a
+    window the count of steps.
+    """
+    found: dict[str, float | list[float]] = {}
+    for name, observer in inputs.items():
+        if observer.range is None:
+            continue
+        numbers = observer.range.flatten().tolist()
+        if observer.steps is not None:
+            numbers.append(float(observer.steps))
+        found[name] = numbers if len(numbers) > 1 else numbers[0]
+    return found
+
+
+def range_in(entry: float | list[float], grid: InputGrid) -> Tensor:
+    """The range in an entry that `ranges_of` gave, as `range_of` gives it, on the CPU."""
+    numbers = torch.tensor(entry, dtype=torch.float32, device="cpu").flatten()
+    return numbers[0] if grid.symmetric else numbers[:2]
 
 
 def load_ranges(
-    inputs: Mapping[str, InputObserver], saved: Mapping[str, float]
+    inputs: Mapping[str, InputObserver], saved: Mapping[str, float | list[float]]
 ) -> None:
-    """Load the ranges that `ranges_of` gave; a layer that is missing there starts without a range."""
+    """Load the ranges that `ranges_of` gave; a layer whose own is missing there starts without a range."""
     for name, observer in inputs.items():
         observer.observed.zero_()
-        known = name in saved and observer.grid.scale == "static"
-        observer.range = (
-            torch.full_like(observer.observed, saved[name]) if known else None
-        )
+        observer.range = observer.steps = None
+        entry = saved.get(name, [])
+        numbers = observer.observed.new_tensor(entry).flatten()
+        has_window = observer.grid.window is not None
+        ends = observer.observed.numel()
+        if observer.grid.scale == "static" and len(numbers) == ends + has_window:
+            observer.range = numbers[:ends].view_as(observer.observed).clone()
+            observer.steps = numbers[ends].clone() if has_window else None

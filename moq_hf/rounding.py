@@ -42,8 +42,9 @@ def quantize_model(
 
     With `gptq`, linear layers, including frozen ones, are rounded by GPTQ for their
     inputs in as many examples of `inputs`, and the float weights become the rounded ones.
-    With static `activations`, the range of a layer's inputs is the largest magnitude in
-    `inputs`; without `inputs` it is that of each call, until training sets it.
+    With static `activations`, the range of a layer's inputs is the widest of the batches
+    in `inputs`, and with a `window` their mean; without `inputs` it is that of each call,
+    until training sets it.
 
     With `train="scales"` the codes stay from then on, and all parameters are frozen except
     the scales, which are added to the model; see `trained_scales`.
@@ -151,7 +152,8 @@ def _batches(
 
 
 def _has_ranges(config: MoQConfig) -> bool:
-    return config.activations.enabled and config.activations.scale == "static"
+    grids = [section.grid for section in config.activation_sections]
+    return any(grid is not None and grid.scale == "static" for grid in grids)
 
 
 @makes_state
@@ -177,7 +179,15 @@ def _learn_from(
         ):
             for batch in batches:
                 run(model, batch)
+                # With a window each batch is a step.
+                update_ranges(windowed)
 
+    observers = {
+        name: own
+        for name, own in inputs_of(layers).items()
+        if own.grid.scale == "static"
+    }
+    windowed = [own for own in observers.values() if own.grid.window is not None]
     with evaluating(model), eager():
         if config.gptq:
             rounded = can_round(layers.values())
@@ -191,8 +201,7 @@ def _learn_from(
             # Any fault of a batch is found before a weight is changed.
             run_all()
             round_weights(model, rounded, batches, run)
-        if _has_ranges(config):
-            observers = inputs_of(layers)
+        if observers:
             handles = [
                 layers[name].module.register_forward_pre_hook(
                     functools.partial(_observe, own)
@@ -214,4 +223,4 @@ def _learn_from(
 
 
 def _observe(observer: InputObserver, layer: nn.Module, args: tuple[Any, ...]) -> None:
-    observer.quantize(args[0], training=True)
+    observer.observe(args[0])

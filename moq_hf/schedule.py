@@ -121,11 +121,7 @@ class PrecisionSchedule:
         # Under a budget, None until `choose` is called.
         self.targets: dict[str, int] | None = None
         start = config.activations.start_step
-        if (
-            config.activations.enabled
-            and total_steps is not None
-            and start >= total_steps
-        ):
+        if config.rounds_inputs and total_steps is not None and start >= total_steps:
             raise MoQError(
                 f"{config.spell('activations.start_step')}: {start} is not reached in {total_steps} optimizer steps"
             )
@@ -458,7 +454,7 @@ def needs_run(config: MoQConfig) -> Iterator[str]:
         yield f"falling bits ({config.span_in_words}{hint})"
     if config.offset:
         yield f"offset {config.offset:g}"
-    if config.activations.enabled and config.activations.start_step:
+    if config.rounds_inputs and config.activations.start_step:
         yield f"activations from step {config.activations.start_step}"
     if config.blend.enabled:
         yield "blend"

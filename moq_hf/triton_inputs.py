@@ -1,7 +1,8 @@
 """`InputObserver.quantize` as one launch of a Triton kernel, with the same numbers, bit for bit.
 
 It can be imported without Triton and without a GPU: if the kernels do not run, the
-observer computes. For a scale of a whole call PyTorch finds the range first.
+observer computes. For a scale of a whole call PyTorch finds the range first, as it does
+for static ranges with two ends or a percentile.
 """
 
 from dataclasses import replace
@@ -44,11 +45,13 @@ def quantize(observer: InputObserver, input: Tensor, training: bool) -> Tensor |
     ):
         features = _features(observer, input)
         if features <= LONGEST:
-            observes = is_static and training
+            grid = observer.grid
+            ends_at_largest = grid.symmetric and grid.percentile == 100
+            observes = is_static and training and ends_at_largest
             variant = (
                 input.device,
                 "inputs",
-                observer.grid,
+                grid,
                 input.dtype,
                 observer.dtype,
                 features,
@@ -57,6 +60,8 @@ def quantize(observer: InputObserver, input: Tensor, training: bool) -> Tensor |
             rounded = attempt(variant, _is_right, _launch, observer, input, observes)
             if rounded is not None:
                 observer.called = True
+                if is_static and training and not observes:
+                    observer.observe(input)
                 return rounded
     return observer.quantize(input, training)
 
@@ -80,6 +85,9 @@ def _is_right(observer: InputObserver, input: Tensor, observes: bool) -> bool:
     if features:
         hard = hard[None]
     running = torch.full_like(observer.observed, 127.0)
+    if not observer.grid.symmetric:
+        # At 8 bits the scale is 1, and the zero point another one than 0.
+        running = running.new_tensor([100.0, 155.0])
     found, expected = (
         replace(observer, observed=running / 127, range=running, pending=None)
         for _ in range(2)
@@ -130,6 +138,7 @@ def _constants(
         codes = torch.float32
     constants = {
         "SCALE": grid.scale,
+        "SYMMETRIC": grid.symmetric,
         "BITS": grid.bits,
         "LEAST": torch.finfo(dtype).eps,
         "DTYPE": dtype_name(codes),
@@ -140,6 +149,7 @@ def _constants(
     row = grid.block if grid.scale == "per_block" else features
     columns = 1 << (row - 1).bit_length()
     rows = max(1, _TILE // columns)
+    del constants["SYMMETRIC"]
     return constants | {
         "EVEN": features % row == 0,
         "BLOCK_ROWS": rows,

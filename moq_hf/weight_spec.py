@@ -67,6 +67,7 @@ class WeightSpec:
             files have no place for them.
         inputs: How the layer's inputs are rounded; None leaves them alone.
         input_scale: Their scale, `[1]`, if it is static.
+        input_zero_point: Its zero point, int8 `[1]`, if codes are asymmetric.
         pack_bits: The fewest bits that a packed code of integers takes.
         shared: The scheme that all layers of the folder must have; None if each has its
             own.
@@ -94,6 +95,7 @@ class WeightSpec:
     matrices: tuple[str, ...] | None = None
     inputs: InputGrid | None = None
     input_scale: Tensor | None = field(default=None, compare=False)
+    input_zero_point: Tensor | None = field(default=None, compare=False)
     pack_bits: int = 0
     shared: SharedScheme | None = None
     left_alone: bool = False
@@ -194,6 +196,7 @@ class WeightSpec:
         """
         assert self.inputs is not None
         scale = self.inputs.scale
+        legal = (4, 8) if scale == "per_token" else (8,)
         needs_bytes = scale == "static" and not self.multiplies_bytes
         faults = {
             "an embedding table shares their weight": self.is_table,
@@ -201,7 +204,7 @@ class WeightSpec:
             "their grid is asymmetric": not self.symmetric,
             f"they are {self.format}": self.format != "int",
             f"they have {self.bits} bits": not 2 <= self.bits <= MAX_PACKED_BITS,
-            f"inputs have {self.inputs.bits} bits": self.inputs.bits != 8,
+            f"inputs have {self.inputs.bits} bits": self.inputs.bits not in legal,
             f"scales are {scale}": scale not in ("static", "per_token"),
             "static scales need 8 bits per channel": needs_bytes,
         }
@@ -209,7 +212,7 @@ class WeightSpec:
 
     @property
     def as_served(self) -> str:
-        """The grid as a server sees it, in words.
+        """The grid as a server sees it, and that of the inputs, in words.
 
         >>> from moq_hf.grid import PerGroup
         >>> grid = Grid(PerGroup(32), symmetric=False)
@@ -218,11 +221,14 @@ class WeightSpec:
         """
         if not self.is_served_as_codes:
             return "floats"
-        if self.format != "int":
-            return self.format
         kind = "" if self.symmetric else " asymmetric"
         groups = f"in groups of {self.row_size}" if self.row_size else "per channel"
-        return f"{self.bits} bits{kind} {groups}"
+        grid = f"{self.bits} bits{kind} {groups}"
+        if self.format != "int":
+            grid = self.format
+        if self.inputs is None:
+            return grid
+        return f"{grid}, inputs of {self.inputs.bits} bits {self.inputs.in_words}"
 
     @property
     def is_served_as_codes(self) -> bool:

@@ -3,6 +3,7 @@
 Run at the root of the repository: `python scripts/config_reference.py`.
 """
 
+import copy
 import json
 import re
 from collections.abc import Mapping
@@ -54,10 +55,12 @@ def json_schema() -> dict[str, Any]:
     theirs = places_in_dialect()
     section = _block(theirs) | {"not": {"required": ["quantize_algo", "quantize-algo"]}}
     flat = _block(places())
-    flat["properties"]["activations"] = {
-        "anyOf": [flat["properties"]["activations"], {"type": "boolean"}, {"$ref": "#/$defs/key.activations.bits"}],
-        "description": "the section, its `bits`, or whether it is on",
-    }
+    kinds = copy.deepcopy(schema_of_fields()["$defs"])
+    for properties in (flat["properties"], kinds["OverrideConfig"]["properties"]):
+        properties["activations"] = {
+            "anyOf": [properties["activations"], {"type": "boolean"}, {"$ref": "#/$defs/key.activations.bits"}],
+            "description": "the section, its `bits`, or whether it is on",
+        }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "moq_hf",
@@ -74,7 +77,7 @@ def json_schema() -> dict[str, Any]:
             "else": {"$ref": "#/$defs/flat"},
         },
         "$defs": {
-            **schema_of_fields()["$defs"],
+            **kinds,
             **{f"key.{path}": schema for path, schema in key_schemas().items()},
             "section": section,
             "flat": flat,

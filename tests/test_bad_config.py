@@ -225,7 +225,7 @@ CASES: list[tuple[str, Any, list[str]]] = [
     (
         "bits for a glob",
         with_bits(overrides={"*": 8}),
-        ["overrides.*: 8 is not an object of bits, start_bits, group_size"],
+        ["overrides.*: 8 is not an object of bits, start_bits, group_size, activations"],
     ),
     (
         "misspelt key of an override",
@@ -434,7 +434,7 @@ def moq(**arguments: Any) -> Any:
         (lambda: MoQConfig.load("lm_w4"), ["cannot read the MoQ config lm_w4", "did you mean lm-w4?"]),
         *((lambda name=name: MoQConfig.load(name), ["did you mean w4?"]) for name in ("int4", "4", "w4.json", "4-bit")),
         (lambda: MoQConfig.load("w5"), ["did you mean bits=5?"]),
-        (lambda: MoQConfig.load("w8a8"), ['did you mean "w8", activations=8?']),
+        (lambda: MoQConfig.load("W8A8"), ["did you mean w8a8?"]),
         (moq(offset="10%"), ['offset: "10%" is not legal', "(write 0.1)"]),
         (moq(bits="int4"), ["(write 4)"]),
         (lambda: MoQConfig.load(3), ["such as MoQConfig(bits=3); got int"]),  # type: ignore[arg-type]
@@ -452,6 +452,39 @@ def moq(**arguments: Any) -> Any:
         (moq(modules_to_not_convert=[]), ["modules_to_not_convert: [] names nothing; ", " unless heads is true"]),
         (moq(quantize_bits={"target_bits": 4}), ["quantize_bits: a word of DeepSpeed's among keywords; write bits, "]),
         (moq(activations=9), ["activations.bits: 9 is not legal", "from 2 to 8"]),
+        (
+            moq(activations={"scale": "per_token", "symmetric": False, "window": 9}),
+            ["activations: symmetric, window: for static ranges alone, and per_token scales follow each call"],
+        ),
+        (
+            lambda: MoQConfig("w8a8", activations={"scale": "per_token"}),
+            ["or the preset that has it, or set scale to"],
+        ),
+        (moq(activations={"percentile": 0}), ["activations.percentile: 0 is not legal", "a number above 0 up to 100"]),
+        (moq(activations={"percentile": 100.5}), ["activations.percentile: 100.5 is not legal"]),
+        (moq(activations={"window": 0}), ["activations.window: 0 is not legal; it must be a whole number from 1"]),
+        (moq(activations={"symmetric": None}), ["activations.symmetric: null is not legal; it must be true or false"]),
+        (
+            moq(activations={"symmetric": False}, serve=["llama.cpp"]),
+            ["activations.symmetric: llama.cpp rounds inputs by itself, around zero", 'leave "llama.cpp" out of serve'],
+        ),
+        (
+            moq(overrides={"*.a": {"activations": {"symmetric": False}}}, serve=["llama.cpp"]),
+            ["activations.symmetric: llama.cpp rounds inputs by itself"],
+        ),
+        (moq(overrides={"*.a": {"activations": 9}}), ["overrides.*.a.activations.bits: 9 is not legal"]),
+        (
+            moq(overrides={"*.a": {"activations": "8"}}),
+            ['overrides.*.a.activations: "8" is not an object of enabled, bits', "a number of bits, true or false"],
+        ),
+        (
+            moq(overrides={"*.a": {"activations": {"bit": 4}}}),
+            ["overrides.*.a.activations.bit: unknown key, did you mean overrides.*.a.activations.bits?"],
+        ),
+        (
+            moq(overrides={"*.a": {"activations": {"scale": "per_token", "percentile": 99}}}),
+            ["overrides.*.a.activations: percentile: for static ranges alone"],
+        ),
         (moq(activations="8"), ['activations: "8" is not an object of keys, a number of bits, true or false']),
         (moq(seed=True, kernel="triton"), ["2 things are wrong", "seed: true", 'kernel: "triton"']),
         (

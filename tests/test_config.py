@@ -241,6 +241,9 @@ def test_what_states_of_0_2_hold_is_read_as_it_was_meant(case: str) -> None:
     tables = {"defaults": None, "others": 4}[case]
     assert MoQConfig.from_dict(written) == replace(STATED[case], embeddings=tables, pack_bits=None)
     # Keys that came later.
+    for override in written["overrides"].values():
+        override["activations"] = None
+    written["activation_quantization"] |= {"symmetric": True, "percentile": 100.0, "window": None, "wide_bits": None}
     assert MoQConfig.from_dict(written).to_deepspeed() == {**written, "pack_bits": None, "train": "weights"}
 
 
@@ -393,7 +396,7 @@ def test_presets_and_their_copies_are_the_same(name: str) -> None:
     config = MoQConfig.load(name)
     assert config == MoQConfig.from_file(preset)
     assert config.embeddings == (None if name == "lm-w4" else "auto")
-    assert config.falls == (name not in ("w8", "w4", "w3", "w2"))
+    assert config.falls == (name not in ("w8", "w4", "w3", "w2", "w8a8", "w4a8", "w4a4"))
 
 
 def test_there_is_a_recipe_for_everything() -> None:
@@ -411,7 +414,7 @@ def test_the_schema_is_a_schema() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_read_and_fit_the_schema_that_they_name(path: Path) -> None:
     config = MoQConfig.from_file(path)
-    width = re.search(r"w(\d)$", path.stem)
+    width = re.search(r"w(\d)(a\d)?$", path.stem)
     assert config.enabled and config.bits == (int(width[1]) if width else 4 if path.stem == "moq_auto" else 8)
     recipe = json.loads(path.read_text(encoding="utf-8"))
     assert (path.parent / recipe["$schema"]).samefile(SCHEMA)

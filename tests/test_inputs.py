@@ -1,6 +1,7 @@
 """Inputs on a grid: the numbers, against NumPy and ONNX; the running range; what a checkpoint keeps of it."""
 
 import copy
+import json
 import pickle
 import weakref
 from typing import Any, get_args
@@ -24,8 +25,20 @@ from torch.utils.checkpoint import checkpoint
 
 from moq_hf import MoQConfig, MoQError, quantize_model
 from moq_hf.grid import InputGrid, InputScale
-from moq_hf.inputs import InputObserver, fake_quantize_input, new_inputs, static_scale, tensor_scale, update_ranges
+from moq_hf.inputs import (
+    InputObserver,
+    fake_quantize_input,
+    load_ranges,
+    new_inputs,
+    range_of,
+    ranges_of,
+    static_parameters,
+    static_scale,
+    tensor_scale,
+    update_ranges,
+)
 from moq_hf.model.convert import quant_layers
+from moq_hf.servers import fused_units
 from moq_hf.training.controller import MoQController
 from moq_hf.training.resume import checked_state
 
@@ -61,6 +74,9 @@ def test_the_numbers_are_those_of_the_table(x: Floats, bits: int) -> None:
     check(x, InputGrid(bits, "static"), codes * scale, static_scale(torch.tensor([50.0]), bits))
     low, high, top = min(F32(0), x.min()), max(F32(0), x.max()), F32(2**bits - 1)
     scale = np.maximum((high - low) / top, tiny)
+    zero = np.minimum(np.rint(-low / scale), top) - most - 1
+    codes = np.clip(np.rint(x / scale + zero), -most - 1, most)
+    check(x, InputGrid(bits, "static", symmetric=False), (codes - zero) * scale)
     zero = np.clip(np.rint(-low / scale), 0, top)
     check(x, InputGrid(bits, "per_tensor"), (np.clip(np.rint(x / scale) + zero, 0, top) - zero) * scale)
 
@@ -86,6 +102,25 @@ def test_the_numbers_are_those_of_compressed_tensors(
     if step is None:
         step, zero = compute_dynamic_scales_and_zp(x, args, nn.Linear(8, 8))
     assert torch.equal(found, fake_quantize(x, step, zero, args).to(dtype))
+
+
+@pytest.mark.parametrize("is_autocast", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_asymmetric_numbers_are_those_of_compressed_tensors(dtype: torch.dtype, is_autocast: bool) -> None:
+    """In a model of that dtype, and in one of float32, where autocast brings what it computes to the input's."""
+    weights = torch.float32 if is_autocast else dtype
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    # Some are beyond the range, and of some the codes are ties.
+    observer = new_inputs(InputGrid(8, "static", symmetric=False), torch.zeros(2, 2, dtype=weights))
+    observer.range = torch.tensor([0.171875, 2.375])
+    scale, zero = observer.stored
+    assert scale is not None and zero is not None and zero.dtype == torch.int8 and -128 < int(zero) < 0
+    found, args = observer.quantize(x, training=False), QuantizationArgs(num_bits=8, strategy="tensor", symmetric=False)
+    assert found is not None
+    expected = fake_quantize(x, scale.to(weights), zero, args)
+    assert torch.equal(found, expected.to(dtype)) and found.dtype == dtype
+    # Zero is exact.
+    assert not observer.quantize(torch.zeros(1, 4, dtype=dtype), training=False).any()  # type: ignore[union-attr]
 
 
 @given(x=matrices.filter(lambda x: bool(np.abs(x).max() > 1e-30)))
@@ -156,7 +191,59 @@ def test_the_range_is_a_moving_average_of_steps() -> None:
     assert float(inputs.observed) == known
 
 
-@pytest.mark.parametrize("damaged", [-1.0, 1e39, float("nan"), "1"])
+def test_the_widest_range_has_a_finite_scale() -> None:
+    widest = torch.full((2,), torch.finfo(torch.float32).max)
+    scale, zero = static_parameters(widest, InputGrid(8, "static", symmetric=False))
+    assert scale.isfinite() and zero is not None and zero.isfinite()
+
+
+def test_a_percentile_leaves_out_what_is_farthest_out() -> None:
+    x = torch.arange(-100, 101.0).view(1, -1)
+    ends = range_of(x, InputGrid(8, "static", symmetric=False, percentile=99.0))
+    assert ends.tolist() == [98.0, 98.0] and float(range_of(x, InputGrid(8, "static", percentile=99.0))) == 99.0
+    # An end is never beyond zero, and without a percentile nothing is left out.
+    assert range_of(x.clamp(min=0.0) + 1, InputGrid(8, "static", symmetric=False)).tolist() == [0.0, 101.0]
+    # Of many inputs it is taken of a sample, in which every feature has a part.
+    wide = torch.zeros(1000, 768)
+    wide[:, 5] = 7.0
+    assert float(range_of(wide, InputGrid(8, "static", percentile=99.95))) == 7.0
+    assert float(range_of(wide, InputGrid(8, "static", percentile=99.5))) == 0.0
+
+
+def test_a_window_is_a_mean_and_then_a_moving_one() -> None:
+    inputs = new_inputs(InputGrid(8, "static", symmetric=False, window=3), torch.zeros(2, 2))
+    expected = [0.0, 0.0]
+    for step, size in enumerate((3.0, 6.0, 9.0, 2.0, 8.0), 1):
+        inputs.quantize(torch.tensor([[-size, size / 2]]), training=True)
+        update_ranges([inputs])
+        # A step without a forward pass does not count.
+        update_ranges([inputs])
+        share = 1 / min(step, 3)
+        expected = [old + share * (new - old) for old, new in zip(expected, (size, size / 2), strict=True)]
+        assert inputs.range is not None and inputs.range.tolist() == pytest.approx(expected)
+    saved = json.loads(json.dumps(ranges_of({"a": inputs})))
+    other = new_inputs(inputs.grid, torch.zeros(2, 2))
+    load_ranges({"a": other}, saved)
+    assert other.range is not None and torch.equal(other.range, inputs.range) and other.steps == inputs.steps == 5
+    # Those of another kind of range, before the offset, are begun anew.
+    for grid in (InputGrid(8, "static"), InputGrid(8, "static", symmetric=False), InputGrid(8, "per_token")):
+        other = new_inputs(grid, torch.zeros(2, 2))
+        load_ranges({"a": other}, saved)
+        assert other.range is None
+
+
+def test_layers_that_servers_fuse_have_one_range(tiny_bert: nn.Module, tiny_batch: dict[str, torch.Tensor]) -> None:
+    section = {"symmetric": False, "percentile": 99.0, "window": 5}
+    controller = MoQController(tiny_bert, MoQConfig(bits=8, activations=section), total_steps=3)
+    for _ in range(3):
+        tiny_bert.train()(**tiny_batch)
+        controller.step()
+    ranges = controller.state_dict()["input_ranges"]
+    units = [names for names in fused_units(ranges).values() if len(names) > 1]
+    assert units and all(ranges[name] == ranges[names[0]] for names in units for name in names)
+
+
+@pytest.mark.parametrize("damaged", [-1.0, 1e39, float("nan"), "1", [1.0, -1.0]])
 def test_a_damaged_range_is_named(damaged: Any) -> None:
     controller = MoQController(nn.Sequential(nn.Linear(4, 4)), MoQConfig.from_dict(config_of()), total_steps=6)
     state = controller.state_dict() | {"input_ranges": {"0": damaged}}

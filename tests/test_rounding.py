@@ -87,6 +87,34 @@ def test_static_ranges_are_the_largest_magnitudes_of_the_examples(
     assert layers[name].moq.inputs is not None and float(layers[name].moq.inputs.range) == ranges[name]
 
 
+def test_with_a_window_a_range_is_the_mean_of_the_batches(tiny_bert: nn.Module, tiny_batch: Batch) -> None:
+    name = "bert.encoder.layer.0.attention.self.query"
+    ends = []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0].detach()
+        ends.append([-float(x.min()), float(x.max())])
+
+    handle = tiny_bert.eval().get_submodule(name).register_forward_pre_hook(note)
+    for batch in in_rows(tiny_batch):
+        tiny_bert(**batch)
+    handle.remove()
+    seen = torch.tensor(ends)
+    # The embeddings are not rounded.
+    quantize_model(tiny_bert, "w8a8", activations={"percentile": 100}, embeddings=None, inputs=in_rows(tiny_batch))
+    inputs = quant_layers(tiny_bert)[name].moq.inputs
+    assert inputs is not None and inputs.range is not None and len(seen) == 3 == int(inputs.steps or 0)
+    torch.testing.assert_close(inputs.range, seen.mean(0))
+
+
+def test_layers_with_scales_of_each_token_need_no_range(tiny_bert: nn.Module, tiny_batch: Batch) -> None:
+    overrides = {"*.output.dense": {"activations": {"scale": "static"}}}
+    quantize_model(tiny_bert, bits=8, activations={"scale": "per_token"}, overrides=overrides, inputs=tiny_batch)
+    for name, layer in quant_layers(tiny_bert).items():
+        assert layer.moq.inputs is not None
+        assert (layer.moq.inputs.range is not None) == name.endswith("output.dense")
+
+
 def test_keywords_are_those_of_a_config(tiny_bert: nn.Module) -> None:
     quantize_model(tiny_bert, bits=3, group_size=8)
     by_keywords = {name: layer.quantized_weight() for name, layer in quant_layers(tiny_bert).items()}

@@ -399,6 +399,17 @@ def test_scales_are_trained_in_the_dtype_that_the_server_loads(serve: str, dtype
         assert torch.equal(stored.to(getattr(torch, scales)).float(), stored)
 
 
+def test_fused_layers_must_round_their_inputs_alike() -> None:
+    overrides = {"*.q_proj": {"activations": {"symmetric": True}}}
+    config = {"bits": 8, "activations": {"symmetric": False}, "overrides": overrides}
+    with pytest.raises(
+        MoQError, match=r"one layer of q_proj, k_proj, v_proj \(.*inputs of 8 bits static, asymmetric\)"
+    ):
+        take_inventory(llama(), MoQConfig.from_dict({**config, "serve": ["vllm"]}))
+    overrides = {f"*.{name}_proj": {"activations": {"symmetric": True}} for name in "qkv"}
+    take_inventory(llama(), MoQConfig.from_dict({**config, "overrides": overrides, "serve": ["vllm"]}))
+
+
 def test_experts_are_asked_about_one_by_one() -> None:
     def mixture() -> hf.MixtralForCausalLM:
         return hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False))

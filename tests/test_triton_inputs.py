@@ -24,13 +24,20 @@ from on_triton import (
 from torch import Tensor, nn
 
 from moq_hf import quantize_model, triton_inputs, triton_launch
-from moq_hf.grid import InputGrid, InputScale
+from moq_hf.grid import InputGrid
 from moq_hf.inputs import InputObserver
 from moq_hf.model.convert import quant_layers
 
 __all__ = ["compiles", "members_are_known", "silent_numpy", "untried"]
 
-SCALES: list[InputScale] = ["static", "per_tensor", "per_token", "per_block"]
+# A static scale with a zero point is one more.
+SCALES = ["static", "asymmetric", "per_tensor", "per_token", "per_block"]
+
+
+def grid_of(scale: str, bits: int = 8, block: int = 32) -> InputGrid:
+    if scale == "asymmetric":
+        return InputGrid(bits, "static", symmetric=False)
+    return InputGrid(bits, scale, block)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +49,8 @@ def no_constants(untried: None) -> Iterator[None]:
 
 def observer(grid: InputGrid, dtype: torch.dtype = torch.float32) -> InputObserver:
     observed, running = torch.tensor([0.5, 2.3], device=DEVICE).unbind()
+    if not grid.symmetric:
+        observed, running = torch.tensor([[0.5, 0.6], [1.1, 2.3]], device=DEVICE).unbind()
     return InputObserver(grid, observed.clone(), dtype, running)
 
 
@@ -71,11 +80,11 @@ def test_in_triton_s_interpreter() -> None:
 @on_device
 @pytest.mark.parametrize("case", range(9))
 @pytest.mark.parametrize("scale", SCALES)
-def test_a_kernel_is_the_definition(scale: InputScale, case: int) -> None:
+def test_a_kernel_is_the_definition(scale: str, case: int) -> None:
     dtype, weights = FLOATS[case % 3], FLOATS[case // 3]
     # A pooler's, with one scale per token; of odd sizes; of four dimensions.
     shape = [(5, 33), (2, 3, 48), (1, 2, 3, 16)][(case + case // 3) % 3]
-    grid = InputGrid([8, 4, 2][case // 3], scale, 32)
+    grid = grid_of(scale, [8, 4, 2][case // 3])
     x = torch.randn(shape, device=DEVICE).to(dtype)
     x[0, 0] = -0.0
     # Of bfloat16 the interpreter knows no subnormal numbers.
@@ -89,8 +98,8 @@ def test_a_kernel_is_the_definition(scale: InputScale, case: int) -> None:
 
 @on_device
 @pytest.mark.parametrize("scale", SCALES)
-def test_halves_round_to_even(scale: InputScale) -> None:
-    grid = InputGrid(8, scale, 256)
+def test_halves_round_to_even(scale: str) -> None:
+    grid = grid_of(scale, block=256)
     halves = torch.arange(-255, 256, device=DEVICE) / 2
     assert agrees(halves.expand(2, 3, 511), grid)
     triton_launch.works.clear()
@@ -123,9 +132,9 @@ def test_strides_do_not_count() -> None:
     x = torch.randn(40, 3, 2, device=DEVICE)
     for scale in SCALES:
         triton_launch.works.clear()
-        assert agrees(x.permute(2, 1, 0), InputGrid(8, scale, 32))
+        assert agrees(x.permute(2, 1, 0), grid_of(scale))
         triton_launch.works.clear()
-        assert agrees(x[:1, :1, :1].expand(2, 3, 40), InputGrid(8, scale, 32))
+        assert agrees(x[:1, :1, :1].expand(2, 3, 40), grid_of(scale))
 
 
 @on_device
@@ -147,11 +156,12 @@ def test_what_kernels_do_not_take_is_for_the_observer(monkeypatch: pytest.Monkey
 
 @on_device
 @pytest.mark.parametrize("scale", SCALES)
-def test_training_is_the_same_with_and_without_kernels(scale: InputScale) -> None:
+def test_training_is_the_same_with_and_without_kernels(scale: str) -> None:
+    section = {"scale": scale} if scale != "asymmetric" else {"symmetric": False, "percentile": 90, "window": 2}
     config = {
         "quantize_bits": {"start_bits": 8, "target_bits": 8},
         "quantize_heads": True,
-        "activation_quantization": {"enabled": True, "scale": scale},
+        "activation_quantization": {"enabled": True, **section},
     }
     ends: list[list[Tensor]] = []
     for more in ({}, {"quantizer_kernel": False}):
@@ -177,11 +187,11 @@ def test_training_is_the_same_with_and_without_kernels(scale: InputScale) -> Non
 @pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel has its functions in it")
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_wrong_part_of_a_kernel_is_found_at_first_use(
-    scale: InputScale, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scale: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     break_part("inputs", "round_even", lambda right, code: right(code + 1e-3), monkeypatch)
     x = torch.randn(2, 3, 32)
-    ours = observer(InputGrid(8, scale))
+    ours = observer(grid_of(scale))
     for _ in range(2):
         assert same(triton_inputs.quantize(ours, x, True), ours.quantize(x, True))  # type: ignore[arg-type]
     (record,) = caplog.records
@@ -193,7 +203,13 @@ def test_a_wrong_part_of_a_kernel_is_found_at_first_use(
 def test_they_compile_for_the_oldest_and_the_newest_gpus(compiles: Callable[..., bool], name: str, target: Any) -> None:
     types = dict.fromkeys(("n_inputs", "turns", "n_rows", "n_cols", "features"), "i32")
     types |= {"X_ptr": "*bf16", "Y_ptr": "*bf16", "first_ptr": "*fp32", "observed_ptr": "*fp32", "pending_ptr": "*i32"}
-    constants: dict[str, Any] = {"SCALE": "static", "BITS": 8, "LEAST": 0.0078125, "SCALE_DTYPE": "float32"}
+    constants: dict[str, Any] = {
+        "SCALE": "static",
+        "SYMMETRIC": False,
+        "BITS": 8,
+        "LEAST": 0.0078125,
+        "SCALE_DTYPE": "float32",
+    }
     constants |= {"DTYPE": "float32", "BLOCK": 4096, "EVEN": False, "BLOCK_ROWS": 4, "BLOCK_COLS": 1024}
     if name == "round_rows_kernel":
         constants |= {"SCALE": "per_token", "DTYPE": "bfloat16"}

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from .. import quantizer
 from ..errors import MoQError, check_choice, explained, listed, read_json, require
+from ..grid import InputGrid
+from ..inputs import range_of
 from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
 from ..packed.load_check import quiet
@@ -255,21 +257,24 @@ class Reference:
         self._answers = self._run()
         self.metrics = self._metrics(self._answers)
 
-    def largest_inputs(self, layers: Sequence[str]) -> dict[str, float]:
-        """The largest magnitude of the inputs of each of these layers that is called, padding included."""
-        largest: dict[str, float] = {}
+    def input_ranges(self, grids: Mapping[str, InputGrid]) -> dict[str, Any]:
+        """The static ranges of the inputs of these layers, as `inputs.ranges_of` gives them, padding included.
+
+        Those that are not called have none.
+        """
+        ranges: dict[str, Tensor] = {}
 
         def note(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-            magnitude = float(args[0].abs().amax())
-            largest[name] = max(largest.get(name, 0.0), magnitude)
+            newest = range_of(args[0], grids[name])
+            ranges[name] = torch.maximum(ranges.get(name, newest), newest)
 
         with contextlib.ExitStack() as hooks:
-            for name in layers:
+            for name in grids:
                 module = self._model.get_submodule(name)
                 hook = module.register_forward_pre_hook(functools.partial(note, name))
                 hooks.callback(hook.remove)
             self._run()
-        return largest
+        return {name: ends.tolist() for name, ends in ranges.items()}
 
     def prove(self, outputs: Sequence[Tensor]) -> Comparison:
         """Compare the answers of an exported model: its first output for each of `batches`."""

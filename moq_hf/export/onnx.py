@@ -7,7 +7,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ..config import MoQConfig
 from ..errors import MoQError, check_choice, explained, require, write_json
 from ..grid import InputGrid, InputScale
+from ..model.inventory import Inventory
 from ..packed.files import new_path, staged
 from ..text import markdown_table, progress, table
 from . import decoder
@@ -215,7 +216,9 @@ def export_onnx(
     place = new_path(out)
     checkpoint = load_checkpoint(Path(directory))
     reference = Reference(checkpoint, data, max_length)
-    grid = _grid_of_int8(checkpoint, activation_bits, activation_scale)
+    config = MoQConfig.from_dict(checkpoint.verified.state["config"])
+    trained = config.activations.grid
+    grid = grid_of("int8", trained, activation_bits, activation_scale)
     has_cache = decoder.has_cache(checkpoint.model)
     files = {
         key: file
@@ -236,20 +239,20 @@ def export_onnx(
         activations={},
         left_out={},
     )
-    grids: dict[Flavor, InputGrid] = {
-        "int8": grid,
-        "nbits": InputGrid(8, "per_block"),
-        "qdq": InputGrid(8, "static"),
-    }
     graph = traced(checkpoint.model, reference.batches[0])
     with staged(place) as folder:
         folder.mkdir()
         for key, file in progress(files.items(), "export"):
             flavor = file.flavor
             rounding = None
-            if flavor in grids:
-                rounding = _rounding(
-                    checkpoint, reference, grids[flavor], file.target or target
+            if flavor in ("int8", "nbits", "qdq"):
+                rounding = rounding_of(
+                    checkpoint,
+                    reference,
+                    flavor,
+                    file.target or target,
+                    activation_bits,
+                    activation_scale,
                 )
             with quiet():
                 rewritten = rewrite(graph, checkpoint, flavor, rounding)
@@ -295,18 +298,35 @@ def export_onnx(
     return found
 
 
-def _grid_of_int8(
-    checkpoint: Checkpoint, bits: int | None, scale: InputScale | None
+def grid_of(
+    flavor: Flavor,
+    trained: InputGrid | None,
+    bits: int | None,
+    scale: InputScale | None,
 ) -> InputGrid:
-    """How the int8 flavor rounds inputs: as asked for, else as trained, else by one scale for a tensor."""
-    config = MoQConfig.from_dict(checkpoint.verified.state["config"])
-    trained = config.activations.grid
-    if not trained or trained.scale not in INT8_SCALES:
-        trained = InputGrid(8, "per_tensor")
-    grid = InputGrid(
-        trained.bits if bits is None else bits,
-        trained.scale if scale is None else scale,
-    )
+    """How a flavor rounds inputs: for int8 as asked for, else as trained, as far as the flavor can.
+
+    Args:
+        flavor: "int8", "nbits" or "qdq".
+        trained: The grid in training; None for inputs in float.
+        bits: Of int8, or None.
+        scale: Of int8, or None.
+
+    Raises:
+        MoQError: Bits or a scale that int8 does not have.
+    """
+    grid = InputGrid(8, "per_block")
+    if flavor == "nbits":
+        return grid
+    trained = trained or grid
+    if flavor == "qdq":
+        grid = InputGrid(8, "static")
+        return replace(trained, bits=8) if trained.scale == "static" else grid
+    grid = trained if trained.scale in INT8_SCALES else InputGrid(8, "per_tensor")
+    if bits is not None:
+        grid = replace(grid, bits=bits)
+    if scale not in (None, grid.scale):
+        grid = InputGrid(grid.bits, scale)
     check_choice("activation_bits", grid.bits, range(2, 9))
     check_choice("activation_scale", grid.scale, INT8_SCALES)
     return grid
@@ -318,29 +338,52 @@ def _widest(rewritten: Rewritten) -> int:
     return max((int(kind[-1]) for kind in kinds), default=8)
 
 
-def _rounding(
-    checkpoint: Checkpoint, reference: Reference, grid: InputGrid, target: Target
+def rounding_of(
+    checkpoint: Checkpoint,
+    reference: Reference,
+    flavor: Flavor,
+    target: Target,
+    bits: int | None = None,
+    scale: InputScale | None = None,
 ) -> Rounding:
-    if grid.scale != "static":
-        return Rounding(grid, {}, "", target)
-    saved = checkpoint.verified.state["input_ranges"]
-    layers = [
-        name
-        for name, weight in checkpoint.weights.items()
-        if multiplies_integers(checkpoint.verified.layers[name], weight)
-    ]
-    trained = {name: saved[name] for name in layers if name in saved}
-    unknown = [name for name in layers if name not in saved]
+    """How a flavor rounds the inputs of each layer; see `grid_of`.
+
+    Raises:
+        MoQError: Bits or a scale that int8 does not have.
+    """
+    verified = checkpoint.verified
+    config = MoQConfig.from_dict(verified.state["config"])
+    grid = grid_of(flavor, config.activations.grid, bits, scale)
+    wide = Inventory.of(checkpoint.model).wide
+    saved = verified.state["input_ranges"]
+    own: dict[str, InputGrid | None] = {}
+    unknown: dict[str, InputGrid] = {}
+    trained = {}
+    for name, weight in checkpoint.weights.items():
+        if flavor == "nbits" or not multiplies_integers(verified.layers[name], weight):
+            continue
+        of_layer = config.input_grid_of(name, wide)
+        stays_float = config.rounds_inputs and of_layer is None
+        found = None if stays_float else grid_of(flavor, of_layer, bits, scale)
+        if found != grid:
+            own[name] = found
+        if found is None or found.scale != "static":
+            continue
+        if name in saved:
+            trained[name] = saved[name]
+        else:
+            unknown[name] = found
     if not unknown:
-        return Rounding(grid, trained, "trained" if trained else "", target)
+        return Rounding(grid, trained, "trained" if trained else "", target, own)
     logger.warning(
-        "moq_hf: no ranges of the activations were trained%s: they are the largest magnitudes of the %s compared; "
-        "train with activations, or compare on data like that to be served",
+        "moq_hf: no ranges of the activations were trained%s: they are those of the %s compared; train with "
+        "activations, or compare on data like that to be served",
         f" in {', '.join(unknown)}" if trained else "",
         reference.compared,
     )
     source = "partly trained" if trained else "measured"
-    return Rounding(grid, trained | reference.largest_inputs(unknown), source, target)
+    ranges = trained | reference.input_ranges(unknown)
+    return Rounding(grid, ranges, source, target, own)
 
 
 def _check_integers(rewritten: Rewritten, flavor: Flavor) -> None:

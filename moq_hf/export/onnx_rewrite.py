@@ -19,7 +19,8 @@ that it rounds to 8 bits, with a scale for each block of a row. Its kernel for 2
 
 MatMulIntegerToFloat is ONNX Runtime's own operator: the integer product, both scales and the bias in one pass. The
 inputs of int8 are unsigned, since its fast kernels take unsigned activations and signed weights. Those of qdq are
-signed, as OpenVINO wants them, and all its operators are ONNX's.
+signed where they are symmetric, as OpenVINO wants them, and all its operators are ONNX's. QuantizeLinear rounds before it
+adds a zero point, and training after that, so that the code of a tie may differ by one.
 
 Instructions of x86 CPUs without VNNI add two products of unsigned activations and signed weights in 16 bits,
 saturating. A file for them has unsigned weights wherever two such products do not fit, which is exact, and slower. A
@@ -28,7 +29,7 @@ file for CPUs with VNNI has signed weights, and `GUARD` at its output, which ref
 
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -39,7 +40,7 @@ from torch import Tensor
 
 from ..errors import MoQError
 from ..grid import LEAST_INPUT_BLOCK, InputGrid, InputScale
-from ..inputs import static_scale
+from ..inputs import range_in, static_parameters
 from ..quantizer import Quantized, per_weight
 from .compare import Checkpoint
 
@@ -128,22 +129,25 @@ class Rounding:
     Attributes:
         grid: Their grid.
         ranges: For a static scale, the range of each layer's inputs by the layer's
-            name.
+            name, as `inputs.ranges_of` gives it.
         source: Where the ranges come from: "trained", "measured", "partly trained", or
             "" where there are none.
         target: The CPUs that the file is made for.
+        own: The grids of layers that differ, by name; None for inputs that stay floats.
     """
 
     grid: InputGrid
-    ranges: Mapping[str, float]
+    ranges: Mapping[str, float | list[float]]
     source: str
     target: Target
+    own: Mapping[str, InputGrid | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
         ranges = f", ranges {self.source}" if self.source else ""
         # MatMulNBits chooses its products by itself.
         cpus = "" if self.grid.scale == "per_block" else f", for {self.target}"
-        return f"{self.grid.scale}, {self.grid.bits} bits{ranges}{cpus}"
+        others = f", {len(self.own)} layers otherwise" if self.own else ""
+        return f"{self.grid.in_words}, {self.grid.bits} bits{others}{ranges}{cpus}"
 
 
 def target_of(cpu: str, architecture: str) -> Target:
@@ -553,21 +557,33 @@ def _integers(
     """Integers that are multiplied with those of rounded inputs; None where the flavor cannot."""
     codes, scale, _ = weight
     groups = scale.shape[1]
-    grid = rounding.grid.beside(codes.shape[1], groups)
+    own = rounding.own.get(name, rounding.grid)
+    if own is None:
+        return None
+    grid = own.beside(codes.shape[1], groups)
     if flavor == "nbits":
         return _in_blocks(weight, bits, grid)
     if groups > 1 or (grid.scale == "static" and name not in rounding.ranges):
         return None
     # What a code of the input is worth; a token's scale is multiplied in later.
     step = torch.ones(())
+    zero = torch.zeros(())
     if grid.scale == "static":
-        step = static_scale(torch.tensor(rounding.ranges[name]), grid.bits)
+        ends = range_in(rounding.ranges[name], grid)
+        step, shifted = static_parameters(ends, grid)
+        zero = zero if shifted is None else shifted
+    # The code of 0, where codes have no sign.
+    middle = (zero + (1 << grid.bits - 1)).to(torch.uint8)
     if flavor == "qdq":
-        return _in_pairs(weight, step, grid)
-    return _int8(weight, step, grid, rounding.target)
+        is_signed = grid.symmetric
+        middle = torch.zeros((), dtype=torch.int8) if is_signed else middle
+        return _in_pairs(weight, step, middle, grid)
+    return _int8(weight, step, middle, grid, rounding.target)
 
 
-def _in_pairs(weight: Quantized, step: Tensor, grid: InputGrid) -> _Form:
+def _in_pairs(
+    weight: Quantized, step: Tensor, middle: Tensor, grid: InputGrid
+) -> _Form:
     """Inputs and weight go through pairs of QuantizeLinear and DequantizeLinear."""
     codes, scale, zero_point = weight
     zero_point = torch.zeros_like(scale) if zero_point is None else zero_point
@@ -576,7 +592,7 @@ def _in_pairs(weight: Quantized, step: Tensor, grid: InputGrid) -> _Form:
         "scale": scale.flatten(),
         "zero_point": zero_point.flatten().to(torch.int8),
         "step": step,
-        "middle": torch.tensor(0, dtype=torch.int8),
+        "middle": middle,
     }
     formula = """
       rounded = QuantizeLinear (x, step, middle)
@@ -587,7 +603,9 @@ def _in_pairs(weight: Quantized, step: Tensor, grid: InputGrid) -> _Form:
     return _Form("int8", parts, formula, grid)
 
 
-def _int8(weight: Quantized, step: Tensor, grid: InputGrid, target: Target) -> _Form:
+def _int8(
+    weight: Quantized, step: Tensor, middle: Tensor, grid: InputGrid, target: Target
+) -> _Form:
     """Inputs are rounded to unsigned integers."""
     codes, scale, zero_point = weight
     is_exact = is_exact_signed(codes, grid.bits)
@@ -601,7 +619,6 @@ def _int8(weight: Quantized, step: Tensor, grid: InputGrid, target: Target) -> _
         "zero_point": (zero_point + shift).to(dtype),
     }
     if grid.scale != "per_tensor":
-        middle = torch.tensor(1 << grid.bits - 1, dtype=torch.uint8)
         parts |= {"step": step, "middle": middle}
     product = "com.microsoft.MatMulIntegerToFloat (rounded, codes, step, scale, middle, zero_point"
     is_per_token = grid.scale == "per_token"

@@ -88,12 +88,14 @@ def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
         scheme["input_activations"] = {
             "num_bits": spec.inputs.bits,
             "type": "int",
-            "symmetric": True,
+            "symmetric": spec.inputs.symmetric,
             "strategy": "tensor" if is_static else "token",
             "dynamic": not is_static,
         }
         if spec.input_scale is not None:
             parts["input_scale"] = spec.input_scale
+        if spec.input_zero_point is not None:
+            parts["input_zero_point"] = spec.input_zero_point
     return EncodedWeight(parts, scheme)
 
 

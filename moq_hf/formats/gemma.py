@@ -106,8 +106,9 @@ class _Gemma(LayoutSpec):
     def takes_inputs(self, spec: WeightSpec) -> bool:
         """True if the inputs of a layer are rounded as `apply_srq` of transformers does."""
         inputs = spec.inputs
-        is_known = inputs is not None and (inputs.bits, inputs.scale) == (8, "static")
-        return is_known and fits(spec)
+        if inputs is None or not inputs.symmetric:
+            return False
+        return (inputs.bits, inputs.scale) == (8, "static") and fits(spec)
 
     def misfit(self, placed: Collection[WeightSpec]) -> str | None:
         """Name the layers that would get other weights; None if there are none."""

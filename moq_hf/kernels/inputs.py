@@ -28,6 +28,7 @@ def round_all_kernel(
     n_inputs,
     turns,
     SCALE: constexpr,
+    SYMMETRIC: constexpr,
     BITS: constexpr,
     LEAST: constexpr,
     SCALE_DTYPE: constexpr,
@@ -39,7 +40,7 @@ def round_all_kernel(
     Args:
         X_ptr: Inputs `[n_inputs]`.
         Y_ptr: Where rounded inputs go, in the same dtype.
-        first_ptr: The running range, or the least input.
+        first_ptr: The running range, of one number or two, or the least input.
         last_ptr: The greatest input; None for a static scale.
         observed_ptr: The largest magnitude since the last step, float32, which is
             updated; None if nothing is observed.
@@ -48,6 +49,7 @@ def round_all_kernel(
         n_inputs: Number of inputs.
         turns: Blocks of a program.
         SCALE: "static", "per_tensor" or "per_token".
+        SYMMETRIC: Whether static codes have no zero point.
         BITS: Bit width.
         LEAST: The scale of a token whose inputs are all zeros.
         SCALE_DTYPE: Name of the dtype that a static scale is rounded to.
@@ -56,10 +58,18 @@ def round_all_kernel(
     """
     low, high = _limits(SCALE, BITS)
     zero = 0.0
+    added = None
     if SCALE == "static":
         least = 2.0**-24 if SCALE_DTYPE == "float16" else TINY
-        scale = tl.maximum(tl.div_rn(tl.load(first_ptr), high), least)
-        scale = as_dtype(scale, SCALE_DTYPE)
+        first = tl.load(first_ptr)
+        if SYMMETRIC:
+            scale = tl.div_rn(first, high)
+        else:
+            width = tl.minimum(first + tl.load(first_ptr + 1), 3.4028234663852886e38)
+            scale = tl.div_rn(width, high - low)
+        scale = as_dtype(tl.maximum(scale, least), SCALE_DTYPE)
+        if not SYMMETRIC:
+            added = nearest_code(tl.div_rn(first, scale), 0.0, high - low) + low
     else:
         first, last = tl.load(first_ptr).to(float32), tl.load(last_ptr).to(float32)
         if SCALE == "per_token":
@@ -78,8 +88,9 @@ def round_all_kernel(
         place = block * BLOCK + tl.arange(0, BLOCK)
         x = load(X_ptr + place, place < n_inputs)
         biggest = tl.maximum(biggest, bits_as(x, int32) & MAGNITUDE)
-        # A zero point is an integer, so lowering the limits by it comes to adding it.
-        y = _on_grid(x, scale, low - zero, high - zero, DTYPE)
+        # A zero point is an integer, so adding it commutes with the limits, before as
+        # after rounding.
+        y = _on_grid(x, scale, low - zero, high - zero, added, DTYPE)
         if SCALE == "per_tensor":
             # Adding and subtracting a zero point turns -0 into 0.
             y = y + 0.0
@@ -144,7 +155,7 @@ def round_rows_kernel(
     low, high = _limits(SCALE, BITS)
     if SCALE == "per_token":
         scale = _token_scale(largest, BITS, LEAST, DTYPE)
-        y = _on_grid(x, scale, low, high, DTYPE)
+        y = _on_grid(x, scale, low, high, None, DTYPE)
     else:
         # Its reciprocal must be finite.
         largest = tl.where(largest < high * TINY, high * TINY, largest)
@@ -170,8 +181,13 @@ def _token_scale(largest, BITS: constexpr, LEAST: constexpr, DTYPE: constexpr):
 
 
 @triton.jit
-def _on_grid(x, scale, low, high, DTYPE: constexpr):
-    """Codes times their scale; NaN stays."""
+def _on_grid(x, scale, low, high, zero, DTYPE: constexpr):
+    """Codes, without a zero point that is added before they are rounded, times their scale; NaN stays."""
     code = as_dtype(tl.div_rn(x, scale), DTYPE)
+    if zero is not None:
+        code = as_dtype(code + zero, DTYPE)
     code = tl.clamp(code, low, high, propagate_nan=tl.PropagateNan.ALL)
-    return as_dtype(round_even(code) * scale, DTYPE)
+    code = round_even(code)
+    if zero is not None:
+        code = code - zero
+    return as_dtype(code * scale, DTYPE)

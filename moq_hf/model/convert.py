@@ -153,9 +153,9 @@ def prepare_model(
             layer.release()
     states: dict[nn.Module, dict[str, LayerState]] = {}
     passes = PassWeights()
-    rounded = config.activations.grid
     for index, (name, module, parameter, kind) in enumerate(weights):
-        grid = grid_of(module, config.of(name), parameter, inventory.table_bits)
+        own = config.of(name)
+        grid = grid_of(module, own, parameter, inventory.table_bits)
         weight = cast(Tensor, module._parameters[parameter])
         state = LayerState(
             grid,
@@ -166,6 +166,7 @@ def prepare_model(
             passes=passes,
             read_dtype=mixed_precision() or weight.dtype,
         )
+        rounded = config.input_grid_of(name, inventory.wide)
         if rounded is not None and kind in ("linear", "conv1d"):
             rows, columns = matrix_shape(shape_of(weight), kind)
             scales = grid.shape(rows, columns)[1]
@@ -175,13 +176,13 @@ def prepare_model(
             state.trained = before or TrainedScales(module, parameter)
             state.trained.add(grid.shape(*matrix_shape(shape_of(weight), kind)))
         states.setdefault(module, {})[parameter] = state
-    for module, own in states.items():
-        make_quantized(module, own)
+    for module, made in states.items():
+        make_quantized(module, made)
     for name, owner in inventory.tied.items():
         # Layers that share a weight share its state.
-        own = states[inventory.modules[owner]]
-        own["weight"].is_tied = True
-        make_quantized(inventory.modules[name], own, follows=True)
+        made = states[inventory.modules[owner]]
+        made["weight"].is_tied = True
+        make_quantized(inventory.modules[name], made, follows=True)
     merge_adapters(inventory.model, inventory.merged)
     quantized: Any = quantized_layers(inventory.model)
     _tell_of_saves_around(inventory.model, bool(quantized))

@@ -71,13 +71,19 @@ def inputs_in_words(inventory: Inventory, config: MoQConfig) -> str:
                 f"float activations, because {fault}; rounded inputs go with symmetric weights of nn.Linear layers: of "
                 "8 bits per channel (static; 2 to 8 with moq-hf pack --layout gemma), or of 2 to 8 bits (per_token)"
             )
-    kinds = " and ".join(f"W{bits}A8" for bits in config.targets)
-    return f"rounded inputs ({kinds}, {config.activations.scale})"
+    kinds: dict[str, None] = {}
+    scales: dict[str, None] = {}
+    for bits in config.targets:
+        for spec in _specs(inventory, config, bits).values():
+            if spec.inputs is not None:
+                kinds[f"W{spec.bits}A{spec.inputs.bits}"] = None
+                scales[spec.inputs.in_words] = None
+    return f"rounded inputs ({' and '.join(kinds)}, {' and '.join(scales)})"
 
 
 def _float_inputs(inventory: Inventory, config: MoQConfig, bits: int) -> str | None:
     """Why the folder of a run that rounds inputs cannot say how; None if it can."""
-    if not config.activations.enabled:
+    if not config.rounds_inputs:
         return None
     model = without_peft(inventory.model)
     path = inventory.name_of(model)
@@ -118,6 +124,7 @@ def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, Weig
             matrices = tuple(f"{experts}.{number}.{parameter}" for number in numbers)
         is_table = kind == "embedding"
         width = own.bits if isinstance(own.bits, int) else bits
+        inputs = config.input_grid_of(name, inventory.wide)
         spec = WeightSpec(
             kind,
             matrix_shape(shape, kind),
@@ -127,7 +134,7 @@ def _specs(inventory: Inventory, config: MoQConfig, bits: int) -> dict[str, Weig
             # A weight that a head shares with a table is stored as a table.
             is_table=is_table or name in inventory.tied.values(),
             matrices=matrices,
-            inputs=config.activations.grid if kind in ("linear", "conv1d") else None,
+            inputs=inputs if kind in ("linear", "conv1d") else None,
             pack_bits=config.pack_bits or 0,
         )
         specs[name] = replace(spec, stored=_PACKED.form_of(spec).name)

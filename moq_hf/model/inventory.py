@@ -1,5 +1,6 @@
 """`Inventory`: the modules of a model, found in one walk over it."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,7 +23,7 @@ from ..seams.transformers import (
     packed_loader,
 )
 from ..text import dtype_name
-from ..weight_matrix import Kind
+from ..weight_matrix import Kind, matrix_shape
 
 # The layers whose bits the schedule sets.
 Layer = nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d
@@ -107,6 +108,37 @@ class Inventory:
     def linears(self) -> dict[str, nn.Linear | Conv1D]:
         """Every linear layer by name, except those of PEFT's adapters."""
         return self.instances(*LINEARS)
+
+    @cached_property
+    def wide(self) -> set[str]:
+        """The linear layers that `activations.wide_bits` is for.
+
+        The widest of each block, if it has fewer outputs than inputs: the second product
+        of a feed-forward part, whatever it is called. An output projection of attention
+        may narrow too, but is not the widest. Blocks are told apart by the first number
+        in a name.
+
+        >>> parts = {"q": nn.Linear(4, 6), "o": nn.Linear(6, 4), "up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}
+        >>> Inventory.of(nn.Sequential(nn.ModuleDict(parts))).wide
+        {'0.down'}
+        """
+        blocks: dict[str, dict[str, tuple[int, int]]] = {}
+        for name, layer in self.linears.items():
+            numbered = re.match(r"(.*?\.)?\d+(?=\.|$)", name)
+            if isinstance(layer, nn.Linear):
+                sizes = layer.in_features, layer.out_features
+            else:
+                rows, columns = matrix_shape(shape_of(layer.weight), "conv1d")
+                sizes = columns, rows
+            blocks.setdefault(numbered[0] if numbered else "", {})[name] = sizes
+        found = set()
+        for layers in blocks.values():
+            widths = [inputs for inputs, _ in layers.values()]
+            for name, (inputs, outputs) in layers.items():
+                # Keys and values of fewer heads narrow from the width that all have.
+                if inputs == max(widths) > max(outputs, min(widths)):
+                    found.add(name)
+        return found
 
     @property
     def scheduled(self) -> dict[str, nn.Module]:

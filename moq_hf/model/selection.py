@@ -101,7 +101,7 @@ def take_inventory(model: Any, config: MoQConfig) -> Inventory:
         left_out=_without(left, tied),
         tied=tied,
     )
-    _check_overrides(inventory.scheduled, config)
+    _check_overrides(inventory, config)
     if config.train == "scales":
         _check_scales(inventory)
     _check_adapters(inventory)
@@ -258,34 +258,46 @@ def _check_inputs(
     layers: Iterable[str],
     experts: Collection[str],
 ) -> None:
-    """Refuse to round the inputs of experts, and of layers that PyTorch computes in one fused call.
+    """Refuse to round inputs of experts, of layers in a fused call of PyTorch's, and at `wide_bits` of no layer.
 
     Raises:
         MoQError: There are such layers; the text names them.
     """
-    if not config.activations.enabled:
-        return
     key = config.spell("activations")
+
+    def rounded(names: Iterable[str]) -> list[str]:
+        return [name for name in names if config.of(name).activations.enabled]
+
+    experts = rounded(experts)
     if experts:
         raise MoQError(
             f"{key}: the inputs of experts cannot be quantized ({', '.join(experts)}); leave it out, or add "
             '"experts" to modules_to_not_convert'
         )
+    section = config.activations
+    if section.enabled and section.wide_bits is not None:
+        wide = [name for name in layers if name in inventory.wide]
+        if not any(config.of(name).activations.wide_bits for name in wide):
+            raise MoQError(
+                f"{key}: wide_bits {section.wide_bits} is for no layer: those that it means are in float, or have bits "
+                "of their own by overrides, or no block has a layer with more inputs than outputs that is wider than "
+                "the others; leave it out, or set it to null beside a preset"
+            )
     # Some are fused only in evaluation.
     fused = inventory.instances(nn.TransformerEncoderLayer, nn.MultiheadAttention)
-    wrong = [name for name in layers if is_below(name, *fused)]
+    wrong = [name for name in rounded(layers) if is_below(name, *fused)]
     if wrong:
         raise MoQError(inputs_out_of_reach(wrong, key))
 
 
-def _check_overrides(scheduled: Iterable[str], config: MoQConfig) -> None:
+def _check_overrides(inventory: Inventory, config: MoQConfig) -> None:
     """Check that each glob of `overrides` decides something for a layer.
 
     Raises:
-        MoQError: One matches no layer, and the text lists similar names; or later globs
-            overrule it.
+        MoQError: One matches no layer, and the text lists similar names; or rounds the
+            inputs of convolutions only; or later globs overrule it.
     """
-    names = list(scheduled)
+    names = list(inventory.scheduled)
     # A layer and a key to the glob that decides it, the last one.
     decides: dict[tuple[str, str], str] = {}
     for glob, own in config.overrides.items():
@@ -295,6 +307,11 @@ def _check_overrides(scheduled: Iterable[str], config: MoQConfig) -> None:
             raise MoQError(
                 f"overrides: {glob!r} matches no layer that is quantized; similar are {', '.join(near)}; output heads "
                 f"need {config.spell('heads')}: true, and tables have the bits of {config.spell('embeddings')}"
+            )
+        is_rounded = own.activations is not None and own.activations.enabled
+        if is_rounded and all(is_convolution(inventory.modules[n]) for n in means):
+            raise MoQError(
+                f"overrides: {glob!r} means convolutions, whose inputs stay in float: leave activations out"
             )
         decides |= {(name, key): glob for name in means for key in given_in(own)}
     globs = list(config.overrides)

@@ -183,8 +183,13 @@ class Encoder:
             inputs = layer.moq.inputs
             if inputs is None:
                 continue
-            scale = None if inputs.scale is None else inputs.scale.float().cpu()
-            spec = replace(specs[name], inputs=inputs.grid, input_scale=scale)
+            scale, zero = inputs.stored
+            spec = replace(
+                specs[name],
+                inputs=inputs.grid,
+                input_scale=scale,
+                input_zero_point=zero,
+            )
             found[name] = spec
             has_scale = scale is not None or inputs.grid.scale == "per_token"
             is_trained = inputs.active and has_scale and not spec.blended

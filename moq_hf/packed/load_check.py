@@ -523,8 +523,10 @@ def used_tensors(model: nn.Module, added: Iterable[str] = ()) -> dict[str, Tenso
         if layer.moq.trained is not None:
             del tensors[scales_of(weight)]
         inputs = layer.moq.inputs
-        if inputs is not None and inputs.scale is not None:
-            tensors[f"{plain}.input_scale"] = inputs.scale.float()
+        stored = (None, None) if inputs is None else inputs.stored
+        for part, tensor in zip(("scale", "zero_point"), stored, strict=True):
+            if tensor is not None:
+                tensors[f"{plain}.input_{part}"] = tensor
     return tensors
 
 

@@ -80,7 +80,7 @@ class State(TypedDict):
     step: Count | None
     layers: Annotated[dict[str, StoredLayer], Field(min_length=1)]
     names: dict[str, str] | None
-    input_ranges: dict[str, Range]
+    input_ranges: dict[str, Range | list[Range]]
     metrics: dict[str, Any]
     float_metrics: dict[str, Any]
     parameters: Counted
@@ -353,7 +353,8 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
     if state["by_hand"] and (proof is None or not proof.agrees):
         unserved = "no save_pretrained wrote it; load_state_dict takes its weights"
     trained = MoQConfig.from_dict(state["config"])
-    inputs = trained.activations.grid if state["rounds_inputs"] else None
+    quantization = config.get("quantization_config") or {}
+    groups = quantization.get("config_groups") or {}
     weights = {}
     # The files hold packed experts matrix by matrix.
     for name, layer in by_matrix(layers).items():
@@ -361,11 +362,15 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
         if trained.grouping.row_size == layer.shape[1]:
             # One group fills a row.
             grid = replace(grid, grouping=trained.grouping)
-        is_rounded = layer.kind == "linear" and not layer.tied
+        is_rounded = state["rounds_inputs"] and layer.kind == "linear"
+        inputs = trained.of(name).activations.grid
+        scheme = groups.get(layer.group or "", {}).get("input_activations")
+        if inputs is not None and scheme is not None:
+            inputs = replace(inputs, bits=scheme["num_bits"])
         weights[name] = replace(
             layer,
             grid=grid,
-            inputs=inputs if is_rounded else None,
+            inputs=inputs if is_rounded and not layer.tied else None,
             pack_bits=trained.pack_bits or 0,
         )
     floats = {

@@ -210,7 +210,8 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     if is_packed(model):
         # A plain model does not round inputs.
         packed = pretrained(model).state_dict().items()
-        scales = {n: t for n, t in packed if n.endswith(".input_scale")}
+        endings = (".input_scale", ".input_zero_point")
+        scales = {n: t for n, t in packed if n.endswith(endings)}
         model = dequantize_model(copy.deepcopy(model))
     model = pretrained(model)
     tensors = scales | used_tensors(model, adapters(model, is_merged(model)))

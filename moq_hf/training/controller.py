@@ -130,17 +130,16 @@ class MoQController:
     def has_arrived(self) -> bool:
         """True if the weights and inputs of every layer are at their target precision, with no blend left."""
         return self.schedule.at_target and (
-            self.rounds_inputs or not self.config.activations.enabled
+            self.rounds_inputs or not self.config.rounds_inputs
         )
 
     @property
     def rounds_inputs(self) -> bool:
         """True if the inputs of quantized linear layers are rounded in the next forward pass."""
-        activation = self.config.activations
         return (
-            activation.enabled
+            self.config.rounds_inputs
             and self.has_begun
-            and self.schedule.steps >= activation.start_step
+            and self.schedule.steps >= self.config.activations.start_step
         )
 
     @property

@@ -46,12 +46,11 @@ def summary(
         )
     for name, owner in inventory.tied.items():
         parts.append(f"{name} shares the weight of {owner}")
-    activations = config.activations
-    if activations.enabled:
-        begin = activations.start_step
+    if config.rounds_inputs:
+        begin = config.activations.start_step
         after = f" after {begin} steps" if begin else ""
         parts += [
-            f"the inputs of linear layers to {activations.bits} bits ({activations.scale}){after}",
+            f"the inputs of linear layers to {config.inputs_in_words}{after}",
             f"the delivered folder computes with {delivery.inputs_in_words(inventory, config)}",
         ]
     parts.append(f"quantized: {sizes.coverage}")
@@ -141,11 +140,11 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
     if at_full_size is not None:
         notes.append(at_full_size)
     convolutions = any(map(is_convolution, inventory.layers.values()))
-    if convolutions and config.activations.enabled:
+    if convolutions and config.rounds_inputs:
         notes.append(
             f"{config.spell('activations')} is for linear layers: the inputs of convolutions stay in float"
         )
-    if config.activations.enabled and config.has_row_groups:
+    if config.rounds_inputs and config.has_row_groups:
         notes.append(
             f"{config.spell('activations')}: integer products need one scale per channel, so the int8 export keeps "
             f"layers with a {config.spell('group_size')} weight-only; set {config.spell('groups')} instead, for "
@@ -293,7 +292,7 @@ def ended_early(
     text = f"training ended at step {steps:,}, before every block was at {config.target_in_words}"
     if config.blend.enabled:
         text += " with no float weights blended in"
-    if config.activations.enabled:
+    if config.rounds_inputs:
         text += f" with inputs rounded, after step {config.activations.start_step:,}"
     text = f"{text}: {blocks_in_words(bits)}"
     if set(bits.values()) == {FLOAT_BITS}:

@@ -94,7 +94,7 @@ class SavedState(TypedDict):
     config: dict[str, Any]
     schedule: SavedSchedule
     ratios: dict[str, str]
-    input_ranges: dict[str, Range]
+    input_ranges: dict[str, Range | list[Range]]
     float_size_mb: FiniteFloat
     history: list[
         tuple[
@@ -220,6 +220,9 @@ def what_counts(config: MoQConfig) -> dict[str, Any]:
         for key, value in flat.items()
         if key.endswith(".enabled") and not value
     }
+    # Layers that `overrides` name may round their inputs.
+    if config.rounds_inputs:
+        off.discard("activations")
     # These sections decide how a budget is spent, even if they are off.
     if config.budget is not None:
         off.discard("eigenvalue")
@@ -257,7 +260,7 @@ def check_room(schedule: PrecisionSchedule, total_steps: int) -> None:
     config = schedule.config
     if not config.depends_on_length:
         return
-    last = config.activations.start_step if config.activations.enabled else 0
+    last = config.activations.start_step if config.rounds_inputs else 0
     # Without a deadline the run may end while the bits still fall.
     ends_early = config.deadline is None
     last = max(last, schedule.offset + 1 if ends_early else schedule.last_drop())

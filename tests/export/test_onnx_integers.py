@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from moq_hf.export.onnx_rewrite import (
     target_of,
 )
 from moq_hf.grid import Grid, InputGrid, PerChannel, PerGroup, RowBlocks
-from moq_hf.inputs import fake_quantize_input, static_scale
+from moq_hf.inputs import fake_quantize_input, range_in, static_parameters
 from moq_hf.training.controller import MoQController
 
 needs_vnni = pytest.mark.skipif(target_here() != "vnni", reason="products of 8 bits saturate on this CPU")
@@ -53,9 +54,16 @@ def linear() -> tuple[Layers, Traced]:
 
 
 @pytest.mark.parametrize("target", [pytest.param("vnni", marks=needs_vnni), "avx2"])
-@pytest.mark.parametrize(("scale", "bits"), [*itertools.product(INT8_SCALES, (8, 3)), ("qdq", 8)])
+@pytest.mark.parametrize(
+    ("scale", "bits", "symmetric"),
+    [
+        *itertools.product(INT8_SCALES, (8, 3), [True]),
+        *itertools.product(["static"], (8, 3), [False]),
+        *itertools.product(["qdq"], [8], [True, False]),
+    ],
+)
 def test_layers_compute_what_training_does(
-    scale: Any, bits: int, target: Target, linear: tuple[Layers, Traced]
+    scale: Any, bits: int, symmetric: bool, target: Target, linear: tuple[Layers, Traced]
 ) -> None:
     layers, graph = linear
     flavor: Flavor = "int8"
@@ -63,15 +71,16 @@ def test_layers_compute_what_training_does(
         flavor, scale = "qdq", "static"
         if target_here() != "vnni":
             pytest.skip("products of 8 bits saturate on this CPU")
-    grid = InputGrid(bits, scale)
-    ranges = dict.fromkeys(layers.weights, 2.0) if scale == "static" else {}
+    grid = InputGrid(bits, scale, symmetric=symmetric)
+    entry: Any = 2.0 if symmetric else [1.0, 2.5]
+    ranges = dict.fromkeys(layers.weights, entry) if scale == "static" else {}
     rewritten = layers.rewritten(graph, flavor, Rounding(grid, ranges, "", target))
     assert rewritten.rounded == dict.fromkeys(layers.weights, grid)
     is_signed = target == "vnni" or flavor == "qdq" or bits == 3
     assert set(rewritten.stored.values()) == {"int8" if is_signed else "uint8"}
     rounded, coarser = (
-        [fake_quantize_input(x, InputGrid(b, scale), static_scale(torch.tensor([2.0]), b)) for x in layers.inputs]
-        for b in (bits, bits - 1)
+        [fake_quantize_input(x, own, *static_parameters(range_in(entry, own), own)) for x in layers.inputs]
+        for own in (grid, replace(grid, bits=bits - 1))
     )
     # A code more or less would be seen.
     assert all(float((a - b).abs().max()) > 1e-2 for a, b in zip(rounded, coarser, strict=True))
@@ -209,13 +218,15 @@ def test_what_suits_a_machine(cpu: str, architecture: str, target: Target) -> No
     assert target_of(cpu, architecture) == target
 
 
-def train_and_save(folder: Path, *without: str) -> tuple[Path, dict[str, float]]:
+def train_and_save(folder: Path, *without: str, **more: Any) -> tuple[Path, dict[str, Any]]:
     """A packed checkpoint of a run that learned static ranges, but for the layers `without`, and these."""
     set_seed(0)
     model = BertForSequenceClassification(BertConfig(**SHAPE))
     schedule = {"quantize_period": 1, "schedule_offset": 0}
     config = config_of(
-        quantize_groups="per_channel", quantize_schedule=schedule, activation_quantization={"enabled": True}
+        quantize_groups="per_channel",
+        quantize_schedule=schedule,
+        **{"activation_quantization": {"enabled": True}, **more},
     )
     controller = MoQController(model, MoQConfig.from_dict(config), total_steps=3)
     ids = torch.arange(5, 37).view(2, 16)
@@ -253,6 +264,25 @@ def test_a_layer_that_never_ran_leaves_the_others_their_ranges(
     # Layers with the same input share its step.
     found = set(scalars(tmp_path / "out" / "model_int8.onnx").values())
     assert {np.float32(largest) / np.float32(127) for largest in ranges.values()} < found
+
+
+@needs_vnni
+def test_ranges_with_two_ends_and_layers_that_differ(tmp_path: Path) -> None:
+    section = {"enabled": True, "symmetric": False, "percentile": 99.9, "window": 2}
+    floats = "bert.encoder.layer.0.output.dense"
+    overrides = {floats: {"activations": False}, "pooler": {"activations": {"scale": "per_token"}}}
+    folder, ranges = train_and_save(tmp_path / "packed", activation_quantization=section, overrides=overrides)
+    export = export_onnx(folder, tmp_path / "out", flavors=["int8", "qdq"], cpu="vnni")
+    told = "static, asymmetric, 8 bits, 2 layers otherwise, ranges"
+    # In qdq the pooler has a static range too, of the sentences.
+    assert export.activations == {"int8": f"{told} trained, for vnni", "qdq": f"{told} partly trained, for vnni"}
+    nodes = onnx.load(tmp_path / "out" / "model_int8.onnx").graph
+    steps = {v.name: numpy_helper.to_array(v) for v in nodes.initializer if v.name.endswith((".step", ".middle"))}
+    below, above, _ = ranges["bert.encoder.layer.0.intermediate.dense"]
+    assert np.float32(below + above) / np.float32(255) in {float(value) for value in steps.values()}
+    assert not any(floats in name for name in steps)
+    for flavor in ("int8", "qdq"):
+        assert from_same_arithmetic(folder, export, flavor) < 1e-4  # type: ignore[arg-type]
 
 
 @needs_vnni

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from moq_hf.export.compare import SENTENCES, Data, Reference, load_checkpoint
 from moq_hf.export.decoder import inputs_after
-from moq_hf.export.onnx import Export, _grid_of_int8, _rounding, onnx_runtime, quiet
+from moq_hf.export.onnx import Export, onnx_runtime, quiet, rounding_of
 from moq_hf.export.onnx_rewrite import Flavor, Rewritten, Rounding, Traced, rewrite, unused_weights
 from moq_hf.formats.stored import per_row
 from moq_hf.grid import LEAST_INPUT_BLOCK, Grid, InputGrid, InputScale
-from moq_hf.inputs import fake_quantize_input, static_scale
+from moq_hf.inputs import fake_quantize_input, range_in, static_parameters
 from moq_hf.quantizer import Quantized, dequantize, quantize
 
 
@@ -100,18 +100,19 @@ def from_same_arithmetic(
     """How far an exported file's answers are from PyTorch's with the inputs rounded as the file rounds them."""
     checkpoint = load_checkpoint(source)
     reference = Reference(checkpoint, data, 128)
-    grids = {"nbits": InputGrid(8, "per_block"), "qdq": InputGrid(8, "static")}
-    grid = grids.get(flavor) or _grid_of_int8(checkpoint, export.activation_bits, scale)
-    rounding = _rounding(checkpoint, reference, grid, "avx2")
+    rounding = rounding_of(checkpoint, reference, flavor, "avx2", export.activation_bits, scale)
 
     def round_input(own: InputGrid, name: str, module: nn.Module, args: Any) -> Any:
-        static = None
+        static: Any = (None, None)
         if name in rounding.ranges:
-            static = static_scale(torch.tensor([rounding.ranges[name]]), own.bits)
-        return fake_quantize_input(args[0], own, static), *args[1:]
+            static = static_parameters(range_in(rounding.ranges[name], own), own)
+        return fake_quantize_input(args[0], own, *static), *args[1:]
 
     for name, (codes, weight_scale, _) in checkpoint.weights.items():
         groups = weight_scale.shape[1]
+        grid = rounding.own.get(name, rounding.grid)
+        if grid is None:
+            continue
         own = grid.beside(codes.shape[1], groups)
         fits = own.block >= LEAST_INPUT_BLOCK if flavor == "nbits" else groups == 1
         if fits and checkpoint.verified.layers[name].kind == "linear":

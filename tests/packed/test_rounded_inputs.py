@@ -28,6 +28,9 @@ def rounding(bits: int = 8, scale: str = "static", **more: Any) -> dict[str, Any
     }
 
 
+RANGES = {"symmetric": False, "percentile": 99.0, "window": 3}
+ASYMMETRIC: Any = {"bits": 8, "embeddings": None, "activations": RANGES}
+NARROW: Any = {"bits": 4, "embeddings": None, "activations": {"bits": 4, "scale": "per_token", "wide_bits": 8}}
 HALF = rounding(quantize_algo={"scale_dtype": "bfloat16"})
 
 
@@ -52,6 +55,10 @@ def delivered(folder: Path, family: str, task: str, config: Any, dtype: torch.dt
         ("Llama", "causal LM", rounding(3, "per_token", quantize_embeddings=8), torch.float32, "(W3A8, per_token)"),
         ("ViT", "image classification", rounding(4, "per_token"), torch.float32, "(W4A8, per_token)"),
         ("ModernBERT", "masked LM", rounding(), torch.float32, "(W8A8, static)"),
+        ("BERT", "sequence classification", ASYMMETRIC, torch.float32, "(W8A8, static, asymmetric)"),
+        ("BERT", "sequence classification", NARROW, torch.float32, "(W4A4 and W4A8, per_token)"),
+        ("Llama", "causal LM", NARROW | {"scale_dtype": "bfloat16"}, torch.bfloat16, "(W4A4 and W4A8, per_token)"),
+        ("Llama", "causal LM", ASYMMETRIC | {"scale_dtype": "bfloat16"}, torch.bfloat16, "(W8A8, static, asymmetric)"),
     ],
 )
 def test_folders_compute_with_rounded_inputs(
@@ -63,10 +70,21 @@ def test_folders_compute_with_rounded_inputs(
     proof = state["proof"]
     assert (proof["agrees"], proof["largest_difference"], proof["inputs"]) == (True, 0.0, "rounded")
     card = (tmp_path / "quantized" / "README.md").read_text(encoding="utf-8")
-    assert f"with inputs rounded to 8 bits ({config['activation_quantization']['scale']})" in card
+    told = MoQConfig.from_dict(config).inputs_in_words
+    assert f"with inputs rounded to {told}" in " ".join(card.split())
     written = json.loads((tmp_path / "quantized" / "config.json").read_text(encoding="utf-8"))
-    assert written["dtype"] == ("bfloat16" if config is HALF else "float32")
+    has_half_scales = config is HALF or "scale_dtype" in config
+    assert written["dtype"] == ("bfloat16" if has_half_scales else "float32")
     assert proof["dtype"] == ("bfloat16" if dtype == torch.bfloat16 else None)
+
+
+def test_layers_of_a_folder_may_differ_in_their_inputs(tmp_path: Path) -> None:
+    overrides = {"*.output.dense": {"activations": False}, "pooler": {"activations": {"scale": "per_token"}}}
+    _, state = delivered(tmp_path, "BERT", "sequence classification", ASYMMETRIC | {"overrides": overrides})
+    proof = state["proof"]
+    assert (proof["agrees"], proof["largest_difference"], proof["inputs"]) == (True, 0.0, "rounded")
+    card = (tmp_path / "quantized" / "README.md").read_text(encoding="utf-8")
+    assert "8 bits (static, asymmetric); *.output.dense: float; pooler: 8 bits (per_token)" in " ".join(card.split())
 
 
 @pytest.mark.parametrize(
@@ -123,13 +141,17 @@ def test_where_no_layout_can_be_loaded_the_proof_has_float_activations(tmp_path:
     assert (state["layout"], state["proof"]["inputs"], state["rounds_inputs"]) == ("floats", "float", False)
 
 
-@pytest.fixture(scope="module", params=["static", "per_token"])
+@pytest.fixture(scope="module", params=["static", "per_token", "asymmetric"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint in the middle; not to be changed."""
     # A worker may make it more than once, each time under another number.
     folder = tmp_path_factory.mktemp("run") / str(request.param)
-    train(folder, rounding(scale=request.param))
+    train(folder, config_of(folder))
     return folder
+
+
+def config_of(run: Path) -> Any:
+    return ASYMMETRIC if run.name == "asymmetric" else rounding(scale=run.name)
 
 
 def train(folder: Path, config: Any, resumed: bool = False) -> hf.BertForSequenceClassification:
@@ -142,7 +164,7 @@ def train(folder: Path, config: Any, resumed: bool = False) -> hf.BertForSequenc
 
 def test_a_resumed_run_and_pack_of_the_last_checkpoint_write_the_same_bytes(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "checkpoint-2", tmp_path / "checkpoint-2")
-    train(tmp_path, rounding(scale=run.name), resumed=True)
+    train(tmp_path, config_of(run), resumed=True)
     assert cli.main(["pack", str(run / "checkpoint-4"), str(tmp_path / "out")]) == 0
     for name in ("model.safetensors", "config.json"):
         expected = (run / "quantized" / name).read_bytes()
