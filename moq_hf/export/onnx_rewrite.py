@@ -42,6 +42,7 @@ from ..errors import MoQError
 from ..grid import LEAST_INPUT_BLOCK, InputGrid, InputScale
 from ..inputs import range_in, static_parameters
 from ..quantizer import Quantized, per_weight
+from ..text import counted
 from .compare import Checkpoint
 
 Flavor = Literal["float", "weight-only", "int8", "nbits", "qdq"]
@@ -146,7 +147,7 @@ class Rounding:
         ranges = f", ranges {self.source}" if self.source else ""
         # MatMulNBits chooses its products by itself.
         cpus = "" if self.grid.scale == "per_block" else f", for {self.target}"
-        others = f", {len(self.own)} layers otherwise" if self.own else ""
+        others = f", {counted(len(self.own), 'layer')} otherwise" if self.own else ""
         return f"{self.grid.in_words}, {self.grid.bits} bits{others}{ranges}{cpus}"
 
 

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, set_seed
 
 from moq_hf import MoQConfig, MoQError, save_quantized
-from moq_hf.export.compare import load_checkpoint
-from moq_hf.export.onnx import _write_model, export_onnx, traced
+from moq_hf.export.compare import SENTENCES, Reference, load_checkpoint
+from moq_hf.export.onnx import _write_model, export_onnx, rounding_of, traced
 from moq_hf.export.onnx_rewrite import (
     GUARD,
     INT8_SCALES,
@@ -285,6 +285,15 @@ def test_ranges_with_two_ends_and_layers_that_differ(tmp_path: Path) -> None:
         assert from_same_arithmetic(folder, export, flavor) < 1e-4  # type: ignore[arg-type]
 
 
+def test_the_widest_layers_of_blocks_have_bits_of_their_own(tmp_path: Path) -> None:
+    section = {"enabled": True, "bits": 4, "scale": "per_token", "wide_bits": 8}
+    folder, _ = train_and_save(tmp_path / "packed", activation_quantization=section)
+    checkpoint = load_checkpoint(folder)
+    rounding = rounding_of(checkpoint, Reference(checkpoint, SENTENCES, 128), "int8", "avx2")
+    assert rounding.grid == InputGrid(4, "per_token") and "4 bits, 1 layer otherwise" in str(rounding)
+    assert rounding.own == {"bert.encoder.layer.0.output.dense": InputGrid(8, "per_token")}
+
+
 @needs_vnni
 def test_trained_ranges_are_those_of_the_files(trained: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
     folder, ranges = trained
@@ -317,7 +326,8 @@ def test_what_is_asked_for_is_written(
 ) -> None:
     export = export_onnx(trained[0], tmp_path / "out", flavors=["int8"], cpu="avx2", **asked)
     assert export.activations == {"int8": words}
-    assert from_same_arithmetic(trained[0], export, "int8", scale=asked.get("activation_scale")) < 1e-4
+    scale, bits = asked.get("activation_scale"), asked.get("activation_bits")
+    assert from_same_arithmetic(trained[0], export, "int8", scale=scale, bits=bits) < 1e-4
 
 
 def test_without_training_a_static_range_is_measured_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

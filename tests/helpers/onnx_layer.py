@@ -95,12 +95,26 @@ class Layers(nn.ModuleList):
 
 
 def from_same_arithmetic(
-    source: Path, export: Export, flavor: Flavor, data: Data = SENTENCES, scale: InputScale | None = None
+    source: Path,
+    export: Export,
+    flavor: Flavor,
+    data: Data = SENTENCES,
+    scale: InputScale | None = None,
+    bits: int | None = None,
 ) -> float:
-    """How far an exported file's answers are from PyTorch's with the inputs rounded as the file rounds them."""
+    """How far an exported file's answers are from PyTorch's with the inputs rounded as the file rounds them.
+
+    Args:
+        source: What was exported.
+        export: How.
+        flavor: The file.
+        data: What is answered.
+        scale: That was asked for.
+        bits: That were asked for.
+    """
     checkpoint = load_checkpoint(source)
     reference = Reference(checkpoint, data, 128)
-    rounding = rounding_of(checkpoint, reference, flavor, "avx2", export.activation_bits, scale)
+    rounding = rounding_of(checkpoint, reference, flavor, "avx2", bits, scale)
 
     def round_input(own: InputGrid, name: str, module: nn.Module, args: Any) -> Any:
         static: Any = (None, None)
