@@ -327,7 +327,7 @@ def activation_section(value: Any) -> Any:
 
 @checked
 class ActivationOverride:
-    """What `overrides` say of the inputs of some layers. None: as of all layers."""
+    """The settings of `overrides` for the inputs of some layers; None leaves them as for all layers."""
 
     enabled: Annotated[Flag | None, key("whether they are rounded")] = None
     bits: Annotated[ByteBits | None, key("of those inputs")] = None
@@ -744,13 +744,13 @@ class ConfigFields:
 
     @property
     def activation_sections(self) -> list[ActivationConfig]:
-        """How inputs are rounded, or not: in layers that no glob means, and in those of each glob."""
+        """The section for layers that no glob matches, then that of each glob."""
         globs = self.overrides.values()
         return [self.activations, *(self._with([own]).activations for own in globs)]
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether the inputs of some layers are rounded."""
+        """True if the inputs of some layers are rounded."""
         return any(section.enabled for section in self.activation_sections)
 
     @property

@@ -21,18 +21,18 @@ from .quantizer import Quantized, as_stored, dequantize, per_weight
 from .seams.transformers import is_exporting
 from .weight_matrix import from_rows, to_rows
 
-# Why scales cannot be trained so, for engines that take the model apart.
+# The error for engines that shard or replicate the model.
 SCALES_APART = (
     'train: "scales" trains parameters beside frozen codes, which FSDP, DeepSpeed and DataParallel would take apart: '
     "train on one device or with DDP; frozen weights need no memory for gradients and an optimizer"
 )
 _TINY = torch.finfo(torch.float32).tiny
-# Marks a parameter that is trained unless scales are trained alone.
+# Marks a parameter that was trainable before `freeze_all`.
 _WAS_TRAINED = "moq_was_trained"
 
 
 def scales_of(weight: str) -> str:
-    """The name of the scales of a weight, by its own.
+    """The name of a weight's scales, made from the weight's name.
 
     >>> scales_of("dense.weight")
     'dense.weight_scale'
@@ -62,7 +62,7 @@ class TrainedScales:
 
     @property
     def parameter(self) -> Tensor:
-        """What is trained, of the shape of the grid's scale."""
+        """The trained parameter, in the shape of the grid's scale."""
         parameter: Tensor = self.module._parameters[self.name]  # type: ignore[assignment]
         return parameter
 
@@ -79,11 +79,11 @@ class TrainedScales:
         self.module._parameters.pop(self.name, None)
 
     def freeze(self, values: Quantized, keeps: bool) -> None:
-        """Take the codes of a weight; the scales begin anew, unless they are to be kept or nothing has changed.
+        """Keep the codes of a weight, and reset its scales unless they are to stay or nothing has changed.
 
         Args:
             values: What rounding the weight gives.
-            keeps: Whether the scales were trained for these codes already.
+            keeps: Whether the scales were already trained for these codes.
         """
         low, high = values.codes.aminmax()
         is_short = low < -128 or high > 127
@@ -95,7 +95,7 @@ class TrainedScales:
         self.parameter.detach().copy_(values.scale)
 
     def move_to(self, device: torch.device) -> None:
-        """Move what belongs to the scales to their device."""
+        """Move the codes and zero points to a device."""
         if self.start is not None:
             parts = (None if x is None else x.to(device) for x in self.start)
             self.start = Quantized(*parts)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ class TrainedScales:
         return with_scale(self.start, self.parameter, precision)
 
     def with_gradient(self, weight: Tensor, kind: str) -> Tensor:
-        """Give the scales the gradient of the weight that was made of them.
+        """Pass the gradient of a weight that was made from these scales on to them.
 
         Args:
             weight: Without a graph, held by nobody else.
@@ -175,7 +175,7 @@ class _OfScales(torch.autograd.Function):
 
 
 def freeze_all(model: nn.Module) -> None:
-    """Freeze all parameters of a model, and note which were trained."""
+    """Freeze all parameters of a model, and mark those that were trainable."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.requires_grad_(False)
@@ -183,7 +183,7 @@ def freeze_all(model: nn.Module) -> None:
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Train again what `freeze_all` froze."""
+    """Make trainable again what `freeze_all` froze."""
     for parameter in model.parameters():
         if vars(parameter).pop(_WAS_TRAINED, False):
             parameter.requires_grad_(True)

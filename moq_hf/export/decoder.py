@@ -27,7 +27,7 @@ def _cache_name(forward: Callable[..., Any]) -> str:
 
 
 def has_cache(model: Any) -> bool:
-    """Whether a model is a decoder of text alone, which is exported with its cache."""
+    """True if a model generates text from text alone, and so is exported with its cache."""
     return bool(
         model.main_input_name == "input_ids"
         and model.can_generate()

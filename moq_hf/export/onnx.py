@@ -63,7 +63,7 @@ EXTERNAL_DATA_ABOVE = 10**9
 
 @dataclass(frozen=True)
 class Export:
-    """What `export_onnx` wrote.
+    """The files that `export_onnx` wrote, and how they compare.
 
     Attributes:
         directory: Where.

@@ -19,7 +19,7 @@ that it rounds to 8 bits, with a scale for each block of a row. Its kernel for 2
 
 MatMulIntegerToFloat is ONNX Runtime's own operator: the integer product, both scales and the bias in one pass. The
 inputs of int8 are unsigned, since its fast kernels take unsigned activations and signed weights. Those of qdq are
-signed where they are symmetric, as OpenVINO wants them, and all its operators are ONNX's. QuantizeLinear rounds before it
+signed if they are symmetric, as OpenVINO wants them, and all its operators are ONNX's. QuantizeLinear rounds before it
 adds a zero point, and training after that, so that the code of a tie may differ by one.
 
 Instructions of x86 CPUs without VNNI add two products of unsigned activations and signed weights in 16 bits,
@@ -46,7 +46,7 @@ from ..text import counted
 from .compare import Checkpoint
 
 Flavor = Literal["float", "weight-only", "int8", "nbits", "qdq"]
-# What inputs of the int8 flavor may share a scale.
+# The scales that inputs of the int8 flavor may have.
 INT8_SCALES: tuple[InputScale, ...] = ("per_token", "per_tensor", "static")
 # The CPUs that a file is made for.
 Target = Literal["vnni", "avx2"]
@@ -171,7 +171,7 @@ def target_here() -> Target:
 
 
 def is_exact_signed(codes: Tensor, bits: int) -> bool:
-    """Whether two products of these codes with unsigned activations of `bits` fit into 16 bits."""
+    """True if two products of these codes with unsigned activations of `bits` fit into 16 bits."""
     return 2 * ((1 << bits) - 1) * int(codes.abs().max()) <= _INT16_MAX
 
 
@@ -214,7 +214,7 @@ def unused_weights(program: torch.export.ExportedProgram) -> list[str]:
         for node in program.graph.nodes
         if node.users and node.name in weights
     }
-    # Of layers that share a weight, a program uses that of one.
+    # If layers share a weight, the program uses it under one name.
     shared = {program.state_dict[name].data_ptr() for name in used}
     return [
         name
@@ -319,7 +319,7 @@ class _Graph:
 
 
 def _is_lookup(node: Any, index: int) -> bool:
-    """Whether a node takes rows of its input of that index."""
+    """True if a node looks up rows in its input of that index."""
     is_gather = node.op_type == "Gather" and index == 0
     return is_gather and node.attributes.get_int("axis", 0) == 0
 
@@ -566,7 +566,7 @@ def _integers(
         return _in_blocks(weight, bits, grid)
     if groups > 1 or (grid.scale == "static" and name not in rounding.ranges):
         return None
-    # What a code of the input is worth; a token's scale is multiplied in later.
+    # The value of one step of the input's codes; a token's scale is multiplied in later.
     step = torch.ones(())
     zero = torch.zeros(())
     if grid.scale == "static":
@@ -661,7 +661,7 @@ def _rounded(grid: InputGrid) -> str:
 
 
 def multiplies_integers(layer: Any, weight: Quantized) -> bool:
-    """Whether a layer can multiply integers of 8 bits: a linear one with one scale in a row."""
+    """True if a layer can multiply integers of 8 bits: a linear one with one scale in a row."""
     return bool(layer.kind == "linear" and weight.scale.shape[1] == 1)
 
 

@@ -215,7 +215,7 @@ def saves_checkpoint() -> bool:
 
 
 def loads_checkpoint() -> bool:
-    """Whether a Trainer is loading the weights of a checkpoint from which its run goes on.
+    """True while a Trainer loads the weights of a checkpoint that its run resumes from.
 
     Relies on: `Trainer._load_from_checkpoint`, whose frame has the Trainer as `self`.
     Breaks: A run that goes on from a checkpoint with `train` set otherwise would end with
