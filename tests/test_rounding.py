@@ -48,6 +48,16 @@ def test_gptq_rounds_by_the_examples_that_are_given(
     assert all(parameter.requires_grad is trains for parameter in model.parameters())
 
 
+def test_layers_that_share_their_inputs_take_one_pass(tiny_bert: nn.Module, tiny_batch: Batch) -> None:
+    calls: list[object] = []
+    tiny_bert.register_forward_pre_hook(lambda *_: calls.append(None))
+    quantize_model(tiny_bert, "w2", gptq=8, inputs=tiny_batch)
+    blocks = tiny_bert.config.num_hidden_layers
+    # Query, key and value together; the output of attention; both products of the feed-forward part. And the pooler,
+    # and a first pass that finds faults of the examples.
+    assert len(calls) == 4 * blocks + 2
+
+
 def test_in_inference_mode_the_examples_do_the_same(tiny_bert: nn.Module, tiny_batch: Batch) -> None:
     other = copy.deepcopy(tiny_bert)
     quantize_model(other, "w4", gptq=8, inputs=tiny_batch, **STATIC)

@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from .. import quantizer
 from ..errors import MoQError
+from ..model.convert import hold_quantized
 from ..names import pretrained
 from ..processes import is_distributed, is_gathered_per_pass
 from ..quantized_weight import QuantizedWeight
@@ -109,55 +110,93 @@ def round_weights(
     Raises:
         MoQError: The inputs of a layer are not finite.
     """
-    for layer in layers:
-        _round(model, layer, batches, run)
+    waiting = list(layers)
+    # From pass to pass only what was rounded in between is quantized again.
+    with hold_quantized(model):
+        while waiting:
+            moment, shared = _moment(model, waiting, batches, run)
+            for layer in waiting[:shared]:
+                _round(layer, moment)
+            del waiting[:shared]
 
 
-def _round(
+def _moment(
     model: nn.Module,
-    layer: QuantizedWeight,
+    layers: Sequence[QuantizedWeight],
     batches: Sequence[Any],
     run: Callable[[nn.Module, Any], object],
-) -> None:
-    weight = layer.float_weight
-    matrix = to_rows(weight.detach(), layer.kind)
-    moment = matrix.new_zeros(matrix.shape[1], matrix.shape[1], dtype=torch.float32)
+) -> tuple[Tensor, int]:
+    """The second moment of the first layer's inputs, and how many layers, with it and next to it, have these inputs.
+
+    Query, key and value share theirs, so that one pass over the examples does for all
+    three.
+    """
+    first = layers[0]
+    columns = to_rows(first.float_weight.detach(), first.kind).shape[1]
+    device = first.float_weight.device
+    moment = torch.zeros(columns, columns, dtype=torch.float32, device=device)
     mask: Any = None
+    shared: Tensor | None = None
+    sharing = {first.module}
 
     def note_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         nonlocal mask
         mask = kwargs.get("attention_mask")
 
     def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        inputs = args[0]
+        nonlocal shared
+        if shared is not None:
+            raise _StopForward
+        shared = inputs = args[0]
         if isinstance(mask, Tensor) and mask.shape == inputs.shape[:-1]:
             # Padding does not count.
             inputs = inputs[mask.bool()]
         inputs = inputs.flatten(0, -2).float()
         moment.addmm_(inputs.t(), inputs)
-        raise _StopForward
+
+    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if shared is None:
+            return
+        if args[0] is not shared:
+            raise _StopForward
+        sharing.add(module)
 
     def stop(*_: Any) -> None:
         raise _StopForward
 
-    with (
-        pretrained(model).register_forward_pre_hook(note_mask, with_kwargs=True),
-        layer.module.register_forward_pre_hook(add),
-        # If the layer is not called, the pass ends before the loss.
-        model.register_forward_hook(stop),
-    ):
+    with contextlib.ExitStack() as hooks:
+        base = pretrained(model)
+        hooks.enter_context(base.register_forward_pre_hook(note_mask, with_kwargs=True))
+        hooks.enter_context(first.module.register_forward_pre_hook(add))
+        for layer in layers[1:]:
+            hooks.enter_context(layer.module.register_forward_pre_hook(note))
+        # A pass that calls none of them ends before the loss.
+        hooks.enter_context(model.register_forward_hook(stop))
         for batch in batches:
+            shared = None
             with contextlib.suppress(_StopForward):
                 # Some losses pop the labels from their batch.
                 run(model, copy.copy(batch))
     if is_distributed():
         dist.all_reduce(moment)
+    own = [layer.module in sharing for layer in layers]
+    return moment, own.index(False) if False in own else len(own)
+
+
+def _round(layer: QuantizedWeight, moment: Tensor) -> None:
+    """Round a weight by the second moment of its layer's inputs; a layer that was never called keeps it.
+
+    Raises:
+        MoQError: The inputs are not finite.
+    """
     if not moment.any():
         return
     if not moment.isfinite().all():
         raise MoQError(
             f"{layer.moq.config.spell('gptq')}: the inputs of {layer.moq.name} hold NaN or Inf"
         )
+    weight = layer.float_weight
+    matrix = to_rows(weight.detach(), layer.kind)
     rounded = quantizer.gptq(matrix, moment, layer.moq.bits, layer.moq.grid)
     weight.copy_(from_rows(rounded, layer.kind, weight.shape))
     layer.set_bits(layer.moq.bits)
