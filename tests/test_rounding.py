@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_runs import new_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
@@ -123,6 +124,31 @@ def test_keywords_are_those_of_a_config(tiny_bert: nn.Module) -> None:
     assert all(torch.equal(by_keywords[name], x.quantized_weight()) for name, x in quant_layers(tiny_bert).items())
     quantize_model(tiny_bert, "w4", embeddings=None)
     assert {layer.moq.bits for layer in quant_layers(tiny_bert).values()} == {4}
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (
+            {"bits": 4},
+            "13 linear layers go to 4 bits; 3 embedding tables to 8 bits; quantized: 92.8 % of the model's 6,034 "
+            "parameters; left in float: classifier",
+        ),
+        (
+            {"quantize_bits": {"target_bits": 4}},
+            "13 linear layers go to 4 bits; quantized: 72.1 % of the model's 6,034 parameters; left in float: "
+            "classifier, and the embedding tables, which are 20.7 % of the parameters (embeddings=8 quantizes them)",
+        ),
+        ({"bits": 4, "start_bits": 12, "embeddings": 8}, "13 linear layers go to 4 bits; 3 embedding tables to 8 bits"),
+        ({"enabled": False}, ""),
+    ],
+)
+def test_it_says_what_is_quantized_and_what_stays_in_float(
+    config: dict[str, Any], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantize_model(new_model(), config)
+    out = capsys.readouterr().out
+    assert out.startswith(f"moq_hf: {told}") and out.count("\n") == 1 if told else not out
 
 
 WANTED = r'as in tokenizer\(text, return_tensors="pt"\)'

@@ -394,6 +394,25 @@ def test_a_plan_reads_well() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({}, "1,200 optimizer steps at 4 bits"),
+        ({"offset": 200}, "200 optimizer steps in float, then 1,000 at 4 bits"),
+        ({"offset": 0.5}, "600 optimizer steps in float, then 600 at 4 bits"),
+        ({"overrides": {"*.layer.0.*": {"bits": 8}}}, "1,200 optimizer steps at 4 bits (*.layer.0.*: 8 bits)"),
+    ],
+)
+def test_a_plan_without_falling_bits_is_one_line(more: dict[str, Any], line: str) -> None:
+    assert str(plan(MoQConfig(bits=4, **more), 1200)) == line
+
+
+def test_a_plan_in_which_anything_comes_later_has_a_table() -> None:
+    blend = {"enabled": True, "quantize_change_ratio": 0.25}
+    for more in ({"blend": blend}, {"bits": {"mean": 3.0}}, {"overrides": {"*.layer.0.*": {"start_bits": 6}}}):
+        assert "at target" in str(plan(MoQConfig(**{"bits": 4, **more}), 1200))
+
+
 EXTREMES = st.sampled_from([1, 2, 3, 99, 2**31, 2**62, LARGEST - 1, LARGEST]) | st.integers(1, LARGEST)
 TINY = st.sampled_from([5e-324, 1e-300, 1e-18, 1e-9, 0.25, 0.6, 0.9999999999999999, 1.0]) | st.floats(1e-9, 1)
 

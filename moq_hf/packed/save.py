@@ -200,7 +200,8 @@ def save_quantized(
     >>> from transformers import BertConfig, BertForSequenceClassification
     >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
-    >>> model = quantize_model(model, bits=4, embeddings=None)
+    >>> model = quantize_model(model, bits=4, embeddings=None)  # doctest: +ELLIPSIS
+    moq_hf: 7 linear layers go to 4 bits; quantized: ...
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     found = verify_quantized(save_quantized(model, folder), model)  # doctest: +ELLIPSIS
     moq_hf: saved in ... Not verified: nothing was compared. 0.0112 MB, float 0.0146.

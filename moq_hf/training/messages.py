@@ -22,15 +22,15 @@ from .resume import describe
 
 
 def summary(
-    inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSizes
+    inventory: Inventory, config: MoQConfig, sizes: ModelSizes, blocks: int = 0
 ) -> str:
     """Say in one line what is quantized and what is left in float, with the reasons that the config does not show.
 
     Args:
         inventory: The layers that the config quantizes, and those that it leaves out.
         config: The config of the run.
-        blocks: The number of blocks.
         sizes: The sizes of the model.
+        blocks: The number of blocks whose bits a run may lower; 0 without a run.
     """
     parts = [_layers_in_words(inventory, config, blocks)]
     if config.has_row_groups and any(map(is_convolution, inventory.layers.values())):
@@ -68,6 +68,8 @@ def _layers_in_words(inventory: Inventory, config: MoQConfig, blocks: int) -> st
     }
     what = " and ".join(counted(n, kind) for kind, n in counts.items() if n)
     go = "goes" if sum(counts.values()) == 1 else "go"
+    if not blocks:
+        return f"{what} {go} to {config.target_in_words}"
     way = "from" if config.falls else "to"
     return f"{what} in {counted(blocks, 'block')} {go} {way} {config.span_in_words}"
 

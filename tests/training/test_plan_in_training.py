@@ -232,8 +232,8 @@ def test_the_progress_bar_and_the_console_show_the_bits_alone(
     for disable_tqdm in (True, False):
         trained(stock(tmp_path, logging_steps=8, disable_tqdm=disable_tqdm))
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{'moq/bits'")]
-        assert lines[0] == "{'moq/bits': '6', 'moq/mean_bits': '13.25', 'epoch': '0.125'}"
-        assert len(lines) == 6 and lines[3].startswith("{'moq/bits': '4', 'moq/mean_bits': '11.81', 'loss': '")
+        # What a drop alone logs is for reporters.
+        assert len(lines) == 2 and lines[0].startswith("{'moq/bits': '4', 'moq/mean_bits': '11.81', 'loss': '")
 
 
 def test_a_notebook_has_a_column_of_the_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
