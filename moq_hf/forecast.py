@@ -78,12 +78,11 @@ class Plan:
             block.target_step == self.offset for block in self.blocks
         ):
             rest = self.total_steps - self.offset
-            steps = counted(rest, "optimizer step")
+            length = counted(rest, "optimizer step")
             if self.offset:
-                steps = (
-                    f"{counted(self.offset, 'optimizer step')} in float, then {rest:,}"
-                )
-            return f"{steps} at {self.config.span_in_words}"
+                first = counted(self.offset, "optimizer step")
+                length = f"{first} in float, then {rest:,}"
+            return f"{length} at {self.config.span_in_words}"
         head = f"{self.total_steps:,} optimizer steps, {self.config.span_in_words}, offset {self.offset:,}"
         if self.config.falls:
             head += f", period {self.config.period}, "

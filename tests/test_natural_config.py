@@ -512,9 +512,13 @@ def masked() -> nn.Module:
         (new_model, "transformers", None),
         (new_model, "onnxruntime", None),
         (new_model, "vllm", "vllm takes them as floats"),
-        (llama, "transformers", "the model is no encoder"),
-        (t5, "transformers", "the model is no encoder"),
-        (lambda: nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2)), "transformers", "no encoder"),
+        (llama, "transformers", "only those of encoders"),
+        (t5, "transformers", "only those of encoders"),
+        (
+            lambda: nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2)),
+            "transformers",
+            "only those of encoders",
+        ),
     ],
     ids=["encoder", "ONNX", "vLLM", "decoder", "encoder-decoder", "no transformer"],
 )

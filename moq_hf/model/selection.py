@@ -372,7 +372,7 @@ def _tables(
         take = "takes" if len(refuses) == 1 else "take"
         return {"tables_stay": f"{' and '.join(refuses)} {take} them as floats"}
     if tables and not is_encoder(inventory):
-        return {"tables_stay": "the model is no encoder of transformers"}
+        return {"tables_stay": "by default only those of encoders are quantized"}
     # A table shared with an output head stays in float unless the config says otherwise.
     # `_parameters` has no weight for a pruned or normalized layer, which computes it.
     of_layers = {id(x._parameters.get("weight")) for x in inventory.linears.values()}

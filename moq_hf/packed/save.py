@@ -70,7 +70,7 @@ from .reading import seal
 from .state import (
     STATE_NAME,
     clean_metrics,
-    export_command,
+    deploy_command,
     hub_id,
     read_layers,
     state_of,
@@ -120,7 +120,7 @@ class Delivered:
         proof: How its answers compared with the model's; None if they were not.
         summary: Its form, how it was proven, and its size, in sentences.
         how_to_load: The Python expression that loads it, or lines that make `model`.
-        export: The command that writes it for another runtime; None if there is none.
+        deploy: The command that serves it, or writes it for another runtime; None if there is none.
     """
 
     path: Path
@@ -128,11 +128,11 @@ class Delivered:
     proof: Proof | None
     summary: str
     how_to_load: str
-    export: str | None = None
+    deploy: str | None = None
 
     def closing(self) -> str:
         """The summary, and a line each on how to load and how to deploy it."""
-        deploy = "" if self.export is None else f"\nDeploy: {self.export}"
+        deploy = "" if self.deploy is None else f"\nDeploy: {self.deploy}"
         return f"{self.summary}\nLoad it: {self.how_to_load}{deploy}"
 
 
@@ -385,9 +385,9 @@ class _Saving:
             # A single line is shown as an expression.
             if "\n" not in load:
                 load = load.removeprefix("model = ")
-        export = export_command(folder)
+        deploy = deploy_command(folder)
         return Delivered(
-            folder, saved.file_bytes, saved.proof, saved.summary(), load, export
+            folder, saved.file_bytes, saved.proof, saved.summary(), load, deploy
         )
 
     def _prove(self, reference: ReferenceOutputs, encoder: Encoder) -> Proof:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import triton_launch
 from ..config import MoQConfig
@@ -14,6 +15,7 @@ from ..model import delivery
 from ..model.inventory import Inventory, is_convolution
 from ..model.selection import widest_codes
 from ..model.sizes import TABLE, ModelSizes, percent
+from ..processes import shape_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..servers import NAMED
 from ..text import counted
@@ -82,12 +84,30 @@ def _left_in_float(
     for name, reason in inventory.left_out.items():
         why = f", {reason.removeprefix('has ')}" if reason else ""
         names.setdefault(why, []).append(name)
+    told: dict[str, list[str]] = {}
+    for why, alike in names.items():
+        share = _numbers_of(alike, inventory) / sizes.total
+        size = f" ({percent(share)} of the parameters)" if share >= 0.01 else ""
+        told[why] = [f"{shortened(alike, MOST_FAULTS)}{size}"]
     if inventory.adapters and not inventory.merged:
-        names.setdefault("", []).append("PEFT's adapters")
-    told = {why: [shortened(alike, MOST_FAULTS)] for why, alike in names.items()}
+        told.setdefault("", []).append("PEFT's adapters")
     for text in _left_of_kinds(inventory, config, sizes):
         told.setdefault("", []).append(text)
     return [f"left in float{why}: {', and '.join(what)}" for why, what in told.items()]
+
+
+def _numbers_of(names: Iterable[str], inventory: Inventory) -> int:
+    """Count the parameters of modules, each once, without those that are tables too."""
+    tables = [
+        m.weight for m in inventory.modules.values() if isinstance(m, nn.Embedding)
+    ]
+    seen = {id(table) for table in tables}
+    count = 0
+    for name in names:
+        for parameter in inventory.modules[name].parameters(recurse=False):
+            count += shape_of(parameter).numel() * (id(parameter) not in seen)
+            seen.add(id(parameter))
+    return count
 
 
 def _left_of_kinds(
@@ -101,12 +121,14 @@ def _left_of_kinds(
     for kind, counts in sizes.left.items():
         what, which = (f"{kind}s", "are") if len(counts) > 1 else (kind, "is")
         share = percent(sum(counts) / sizes.total)
-        way = ""
+        ways = []
         if kind == TABLE and inventory.tables_stay is not None:
-            way = f" ({inventory.tables_stay})"
-        elif kind == TABLE and could:
+            ways.append(inventory.tables_stay)
+        if kind == TABLE and could:
             width = min(8, max(2, *config.targets)) if sizes.is_unpacked else 8
-            way = f" (embeddings={width} quantizes them)"
+            those = "them" if len(counts) > 1 else "it"
+            ways.append(f"embeddings={width} quantizes {those}")
+        way = f" ({'; '.join(ways)})" if ways else ""
         yield f"the {what}, which {which} {share} of the parameters{way}"
 
 
