@@ -276,7 +276,7 @@ def test_all_reasons_are_one_error() -> None:
     assert lines[1] == (
         "  - vLLM, CUDA 0.32.0: it makes one layer of q_proj, k_proj, v_proj (3 bits in groups of 64 and floats) "
         "(model.layers.*.self_attn.q_proj (2), model.layers.*.self_attn.k_proj (2), model.layers.*.self_attn.v_proj "
-        "(2)); all of them on the same grid, or all of them in float, are served"
+        "(2)); all of them quantized alike, or all of them in float, are served"
     )
     assert "its kernels take 4 or 8 bits, not 3" in lines[3]
 

@@ -279,8 +279,8 @@ def _check_inputs(
         wide = [name for name in layers if name in inventory.wide]
         if not any(config.of(name).activations.wide_bits for name in wide):
             raise MoQError(
-                f"{key}: wide_bits {section.wide_bits} is for no layer: those that it means are in float, or have bits "
-                "of their own by overrides, or no block has a layer with more inputs than outputs that is wider than "
+                f"{key}: wide_bits {section.wide_bits} changes no layer: those that it means are in float, or have "
+                "bits of their own by overrides, or no block has a layer with more inputs than outputs that is wider than "
                 "the others; leave it out, or set it to null beside a preset"
             )
     # Some are fused only in evaluation.

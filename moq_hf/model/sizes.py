@@ -340,13 +340,15 @@ class FileSize:
             "only models of transformers are packed": not isinstance(
                 pretrained(model), PreTrainedModel
             ),
-            "Conv1D layers are saved as floats on the grid, at full size": "conv1d"
+            "Conv1D layers are saved as rounded floats, at full size": "conv1d"
             in kinds,
-            "a model of its kind is unpacked while loading, with all codes as wide as the widest": parts_are_called(
+            "a model of its kind is unpacked while loading, and its file stores all weights at the same bits": parts_are_called(
                 model
             ),
-            "packed experts are all as wide as the widest": any(map(is_experts, kinds)),
-            "asymmetric codes are unpacked while loading, all as wide as the widest": not (
+            "packed experts are all stored at the same bits": any(
+                map(is_experts, kinds)
+            ),
+            "asymmetric weights are unpacked while loading, and all stored at the same bits": not (
                 symmetric or has_table
             ),
         }

@@ -240,7 +240,7 @@ def deliver(
     reference: ReferenceOutputs | None,
     layout: Layout | None = None,
 ) -> Delivered:
-    """Write the result of a run: packed if that can be loaded, else floats on the grid, with a warning that says why.
+    """Write the result of a run: packed if that can be loaded, else rounded floats, with a warning that says why.
 
     Args:
         model: A model with quantized layers.
@@ -321,7 +321,7 @@ class _Saving:
         return self._save_first_of(layouts, reason, reference)
 
     def save_by_hand(self, reason: str) -> Verification:
-        """Write any model as floats on their grid, as a last resort for one that cannot be packed.
+        """Write any model as rounded floats, as a last resort for one that cannot be packed.
 
         The tensors are in `model.safetensors` under their names in the state dict, for
         `load_state_dict`. A model of transformers has its `config.json` beside them;
@@ -597,7 +597,7 @@ class _Saving:
         if wanted is not None or not may_be_floats:
             ways = "install that, or take layout floats, which is of full size"
             if "transformers" not in older[best]:
-                ways += "; pack_bits 4 or 8 has other codes in words that older versions read"
+                ways += "; pack_bits 4 or 8 stores codes of other bits in a form that older versions read"
             raise MoQError(f"{reason}: {ways}")
         return ["floats"], reason
 
@@ -848,7 +848,7 @@ def _warn_of_float_inputs(saving: _Saving) -> None:
     }
     if not rounded:
         return
-    why = "a folder has no place for inputs that are rounded so"
+    why = "no packed folder can say how these are rounded"
     if any(
         own.grid.scale == "static" and own.range is None for own in rounded.values()
     ):
@@ -893,7 +893,7 @@ def _warn(
         )
     elif reason is not None and encoder.layout == "floats":
         logger.warning(
-            "moq_hf: %s holds floats on the grid, not packed: %s", target, reason
+            "moq_hf: %s holds rounded floats, not packed: %s", target, reason
         )
     elif reason is not None:
         way = "unpacked" if LAYOUTS[encoder.layout].unpacks else "left packed"

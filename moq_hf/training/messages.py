@@ -156,9 +156,9 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
     width = widest_codes(inventory, config)
     if (inventory.table_bits or 0) > width and sizes.is_unpacked:
         notes.append(
-            f"all codes in the file of this model will be as wide as those of its embedding tables, "
-            f"{inventory.table_bits} bits, or the tables stay floats if that is smaller, since transformers unpacks it "
-            f"while loading; {config.spell('embeddings')}: {width} keeps the layers' own bits"
+            f"embedding tables of {inventory.table_bits} bits make this file larger: transformers unpacks the model "
+            "while loading, so its layers are stored at as many bits (or the tables as floats, if that is smaller); "
+            f"{config.spell('embeddings')}: {width} keeps the layers at theirs"
         )
     at_full_size = sizes.at_full_size(config)
     if at_full_size is not None:

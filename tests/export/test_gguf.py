@@ -362,10 +362,10 @@ def test_the_command(
             ["--to", "gguf", str(tmp_path / "new.gguf"), "--base", "a", "--converter", "b"],
             "GGUF needs llama.cpp's converter",
         ),
-        (["--to", "gguf", str(out), "--base", str(base), "--flavors", "int8"], "--to gguf goes without --flavors"),
-        (["--to", "onnx", str(out), "--base", str(base)], "--to onnx goes without --base"),
-        (["--to", "onnx", str(out), "--converter", "c.py"], "--to onnx goes without --converter"),
-        (["--to", "float", str(out), "--tolerance", "1"], "--to float goes without --tolerance"),
+        (["--to", "gguf", str(out), "--base", str(base), "--flavors", "int8"], "--to gguf takes no --flavors"),
+        (["--to", "onnx", str(out), "--base", str(base)], "--to onnx takes no --base"),
+        (["--to", "onnx", str(out), "--converter", "c.py"], "--to onnx takes no --converter"),
+        (["--to", "float", str(out), "--tolerance", "1"], "--to float takes no --tolerance"),
     ):
         assert cli.main(["export", str(checkpoint), *words]) == 2
         assert what in capsys.readouterr().err

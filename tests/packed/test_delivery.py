@@ -277,7 +277,7 @@ def test_a_run_always_ends_with_a_result(
     folder = tmp_path / "run" / "quantized"
     state = state_of(folder)
     assert state["layout"] == "floats" and reason in state["reason"]
-    told = [record.getMessage() for record in caplog.records if "holds floats on the grid" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "holds rounded floats" in record.getMessage()]
     assert len(told) == 1 and reason in told[0]
     verify_quantized(folder, model)
     # On the grid: what the model computes with.

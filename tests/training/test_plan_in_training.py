@@ -331,14 +331,12 @@ def test_right_words_for_every_end(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moq_hf.packed.load_check.ReferenceOutputs._load", lambda *args: new_model())
         told = ends()
-    assert (
-        "as planned. Floats on the grid, not packed. NOT what was evaluated, as the warning above says. 0.0284" in told
-    )
+    assert "as planned. Rounded floats, not packed. NOT what was evaluated, as the warning above says. 0.0284" in told
     assert "does not compute what was evaluated" in caplog.text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moq_hf.packed.save._Saving._check", lambda self: 1 / 0)
         told = ends()
-    assert "Floats on the grid, not packed. Not verified: load_state_dict alone loads it. 0.02" in told
+    assert "Rounded floats, not packed. Not verified: load_state_dict alone loads it. 0.02" in told
     assert f'Load it: model.load_state_dict(load_file("{tmp_path}/quantized/model.safetensors"))' in told
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moq_hf.callback.write_result", lambda *args, **more: 1 / 0)
