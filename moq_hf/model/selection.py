@@ -280,8 +280,8 @@ def _check_inputs(
         if not any(config.of(name).activations.wide_bits for name in wide):
             raise MoQError(
                 f"{key}: wide_bits {section.wide_bits} changes no layer: those that it means are in float, or have "
-                "bits of their own by overrides, or no block has a layer with more inputs than outputs that is wider than "
-                "the others; leave it out, or set it to null beside a preset"
+                "bits of their own by overrides, or no block has a layer with more inputs than outputs that is wider "
+                "than the others; leave it out, or set it to null beside a preset"
             )
     # Some are fused only in evaluation.
     fused = inventory.instances(nn.TransformerEncoderLayer, nn.MultiheadAttention)

@@ -342,7 +342,7 @@ class FileSize:
             ),
             "Conv1D layers are saved as rounded floats, at full size": "conv1d"
             in kinds,
-            "a model of its kind is unpacked while loading, and its file stores all weights at the same bits": parts_are_called(
+            "a model of its kind stores all weights at the same bits": parts_are_called(
                 model
             ),
             "packed experts are all stored at the same bits": any(
