@@ -110,7 +110,10 @@ def quantize_model(
         raise
     sizes = ModelSizes(inventory, {**layers, **embeddings})
     if layers and is_first_process():
-        tqdm.write(f"moq_hf: {summary(inventory, config, sizes)}")
+        text = summary(inventory, config, sizes)
+        if _has_ranges(config) and not batches:
+            text += "; the ranges of inputs are not known yet: give inputs=, or train"
+        tqdm.write(f"moq_hf: {text}")
     for note in (sizes.at_full_size(config), sizes.lacks(config)):
         if note is not None:
             logger.warning("moq_hf: %s", note)

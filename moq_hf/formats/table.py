@@ -15,7 +15,7 @@ from .stored import Form
 # It does not fit models whose `_init_weights` reaches into other weights (T5), nor those whose parts are called
 # separately (BART's encoder by `generate`, the towers of CLIP). Nor can transformers load packed zero points that way,
 # which is how servers take asymmetric grids. These models are "unpacked". If neither computes what the model did, the
-# layout is "floats": ordinary weights on their grid. "gemma" is written only on request: plain transformers keeps such
+# layout is "floats": ordinary rounded weights. "gemma" is written only on request: plain transformers keeps such
 # weights packed, and no server takes them. "mxfp4" is for GPT-OSS with experts in MXFP4.
 _LAYOUTS = (
     LayoutSpec(

@@ -162,7 +162,7 @@ def save_quantized(
 
     With `inputs` the files are then loaded by plain `from_pretrained` and compared with
     the model. Where a layout does not agree, the next one takes its place, and floats
-    on the grid come last, with a warning. What was written, whether it was verified and
+    come last, with a warning. What was written, whether it was verified and
     how to load it is printed.
 
     Args:

@@ -51,10 +51,10 @@ def summary(
     if config.rounds_inputs:
         begin = config.activations.start_step
         after = f" after {begin} steps" if begin else ""
-        parts += [
-            f"the inputs of linear layers to {config.inputs_in_words}{after}",
-            f"the delivered folder computes with {delivery.inputs_in_words(inventory, config)}",
-        ]
+        parts.append(f"the inputs of linear layers to {config.inputs_in_words}{after}")
+        if blocks:
+            computes = delivery.inputs_in_words(inventory, config)
+            parts.append(f"the delivered folder computes with {computes}")
     parts.append(f"quantized: {sizes.coverage}")
     parts += _left_in_float(inventory, config, sizes) or ["no layer is left out"]
     return "; ".join(parts)
