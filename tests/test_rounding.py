@@ -14,6 +14,7 @@ from transformers import BatchEncoding
 
 from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model
 from moq_hf.model.convert import quant_layers
+from moq_hf.processes import is_first_process
 
 STATIC = {"activations": True}
 Batch = dict[str, Tensor]
@@ -138,7 +139,8 @@ def test_keywords_are_those_of_a_config(tiny_bert: nn.Module) -> None:
         (
             {"quantize_bits": {"target_bits": 4}},
             "13 linear layers go to 4 bits; quantized: 72.1 % of the model's 6,034 parameters; left in float: "
-            "classifier, and the embedding tables, which are 20.7 % of the parameters \\(embeddings=8 quantizes them\\)",
+            "classifier, and the embedding tables, which are 20.7 % of the parameters "
+            "\\(embeddings=8 quantizes them\\)",
         ),
         ({"bits": 4, "start_bits": 12, "embeddings": 8}, "13 linear layers go to 4 bits; 3 embedding tables to 8 bits"),
         # Without ranges, a folder would compute with float inputs.
@@ -153,6 +155,19 @@ def test_it_says_what_is_quantized_and_what_stays_in_float(
     out = capsys.readouterr().out
     assert re.match(f"moq_hf: {told}", out, re.MULTILINE) if told else not out
     assert out.count("\n") == bool(told)
+
+
+def test_one_process_says_it_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for rank, lines in enumerate((1, 0)):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        assert is_first_process() is (rank == 0)
+        monkeypatch.setattr("moq_hf.rounding.is_first_process", lambda rank=rank: rank == 0)
+        with monkeypatch.context() as alone:
+            alone.setattr(torch.distributed, "is_initialized", lambda: False)
+            quantize_model(new_model(), "w4")
+        assert capsys.readouterr().out.count("moq_hf: ") == lines
 
 
 WANTED = r'as in tokenizer\(text, return_tensors="pt"\)'
