@@ -259,7 +259,8 @@ def test_too_few_steps(config: MoQConfig, data: Any) -> None:
     with pytest.raises(MoQError) as error:
         PrecisionSchedule(config, "a", steps)
     told = str(error.value)
-    assert f"the {config.start_bits - config.bits} drops" in told
+    drops = config.start_bits - config.bits
+    assert f"{drops} drop{'s' * (drops != 1)} after " in told
     fits = told.split("What would fit: ")[1]
     [longer] = re.findall(r"a run of (\d+) steps", fits)
     PrecisionSchedule(config, "a", int(longer))
