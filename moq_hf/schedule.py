@@ -381,8 +381,8 @@ class PrecisionSchedule:
         blend = f" and the {fade} steps of the last blend" if fade else ""
         raise MoQError(
             f"{config.spell('deadline')}: {config.deadline:g} of {total_steps} optimizer steps is step {last}, too "
-            f"early for {counted(drops, 'drop')} after {config.spell('offset')} {offset}, one a step at most{blend}: step "
-            f"{needed} is the first that would do. What would fit: {fits}"
+            f"early for {counted(drops, 'drop')} after {config.spell('offset')} {offset}, one a step at most{blend}: "
+            f"step {needed} is the first that would do. What would fit: {fits}"
         )
 
     def _change(self, name: str, eigenvalue: float | None) -> Switch:
