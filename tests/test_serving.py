@@ -292,7 +292,7 @@ def test_conv1d_is_described_by_its_transpose() -> None:
     config = MoQConfig.from_dict(moq(["transformers"], quantize_group_size=32))
     found = delivery.describe(take_inventory(model, config), config, 4).weights["transformer.h.0.attn.c_attn"]
     assert (found.kind, found.shape) == ("conv1d", (96, 32))
-    with pytest.raises(MoQError, match="it takes no Conv1D layers"):
+    with pytest.raises(MoQError, match="it takes no quantized Conv1D layers"):
         quantize_model(model, moq(["onnxruntime"], quantize_group_size=32))
 
 
