@@ -16,6 +16,8 @@ from tqdm.auto import tqdm
 from transformers import (
     DefaultFlowCallback,
     IntervalStrategy,
+    PrinterCallback,
+    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -623,6 +625,9 @@ class MoQCallback(TrainerCallback, ExportableState):
         state.log_history.append({**entry, "step": state.global_step})
         shown = _shown(whole) | epoch
         for callback in callbacks_of(self._host):
+            # The console shows the bits with the next loss.
+            if isinstance(callback, PrinterCallback | ProgressCallback):
+                continue
             logs = dict(entry if is_reporter(callback) else shown)
             callback.on_log(args, state, control, logs=logs, **kwargs)
 

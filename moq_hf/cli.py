@@ -284,7 +284,7 @@ def _export(directory: str, to: str, out: str | None = None, **options: Any) -> 
     taken = {"onnx": options.keys() - gguf, "gguf": gguf, "float": set()}
     foreign = options.keys() - taken[to]
     if foreign:
-        raise MoQError(f"--to {to} goes without --{', --'.join(sorted(foreign))}")
+        raise MoQError(f"--to {to} takes no --{', --'.join(sorted(foreign))}")
     out = out or _beside(directory, "." if to == "gguf" else "-", to)
     if to == "gguf":
         from .export.gguf import export_gguf
@@ -293,7 +293,9 @@ def _export(directory: str, to: str, out: str | None = None, **options: Any) -> 
     elif to == "float":
         from .export.floats import export_floats
 
-        print(f"{export_floats(directory, out)}: floats on their grid")
+        print(
+            f"{export_floats(directory, out)}: plain floats with the quantized values"
+        )
     else:
         from .export.onnx import export_onnx
 
@@ -371,8 +373,9 @@ _COMMANDS: dict[str, tuple[Callable[[Any], None], Callable[..., None], str, str]
         _add_packed,
         _verify,
         "check that a packed checkpoint is whole, and say whether it was proven",
-        "Compare every tensor with its digest, and every code and scale with the declared grid. The exit status is 2 "
-        "if something is damaged, or the model does not compute what was evaluated.",
+        "Compare every tensor with the digest that was taken when it was saved, and every weight with the values that "
+        "its bits and scale allow. The exit status is 2 if something is damaged, or the model does not compute what "
+        "was evaluated.",
     ),
     "inspect": (
         _add_packed,
@@ -386,7 +389,8 @@ _COMMANDS: dict[str, tuple[Callable[[Any], None], Callable[..., None], str, str]
         "write a packed checkpoint as ONNX models, as a GGUF file or as floats, and prove it",
         "onnx: models with integer weights in the folder OUT, whose answers are compared with the checkpoint's; if "
         "weight-only differs by more than the tolerance, nothing is written and the exit status is 2. gguf: the "
-        "checkpoint's integers in the file OUT, for llama.cpp. float: an ordinary folder OUT of floats on their grid.",
+        "checkpoint's integers in the file OUT, for llama.cpp. float: an ordinary folder OUT of floats with the "
+        "quantized values.",
     ),
 }
 

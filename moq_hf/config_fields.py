@@ -579,15 +579,15 @@ class ConfigFields:
         key(
             "bits of embedding tables, one scale per row unless they have fewer than 8 and `group_size`, and "
             "of output heads that share one; null leaves them alone; "
-            "`auto`: 8, or the layers' bits where 8 would widen all codes, if the model is an encoder and `serve` "
-            "names neither vllm nor sglang"
+            "`auto`: 8, or the layers' bits where the file stores all weights at the same bits, if the model is an "
+            "encoder and `serve` names neither vllm nor sglang"
         ),
     ] = "auto"
     convolutions: Annotated[
         Flag,
         key(
             "quantize 1- and 2-dimensional convolutions with the linear layers, one scale per channel with "
-            "`group_size`; saved as floats on the grid, at full size"
+            "`group_size`; saved as rounded floats, at full size"
         ),
     ] = False
     heads: Annotated[

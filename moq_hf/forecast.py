@@ -16,7 +16,7 @@ from .schedule import (
     fade_steps,
     offset_step_of,
 )
-from .text import table
+from .text import counted, table
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,16 @@ class Plan:
         return f"<Plan: {str(self).splitlines()[0]}; print it for its table>"
 
     def table(self) -> str:
-        """A table of the steps at which each block drops, and of the step at which it has its target precision."""
+        """A table of the steps at which each block drops and has its target precision; a line where none drops."""
+        if self.config.budget is None and all(
+            block.target_step == self.offset for block in self.blocks
+        ):
+            rest = self.total_steps - self.offset
+            length = counted(rest, "optimizer step")
+            if self.offset:
+                first = counted(self.offset, "optimizer step")
+                length = f"{first} in float, then {rest:,}"
+            return f"{length} at {self.config.span_in_words}"
         head = f"{self.total_steps:,} optimizer steps, {self.config.span_in_words}, offset {self.offset:,}"
         if self.config.falls:
             head += f", period {self.config.period}, "

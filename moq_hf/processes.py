@@ -28,6 +28,11 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def is_first_process() -> bool:
+    """True in the one process that speaks for all."""
+    return not is_distributed() or dist.get_rank() == 0
+
+
 def is_partitioned(tensor: Tensor) -> bool:
     """True if ZeRO-3 partitions the parameter, which is whole only during a pass and empty otherwise."""
     return hasattr(tensor, ZERO_3)

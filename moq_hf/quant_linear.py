@@ -220,7 +220,8 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     >>> from moq_hf import quantize_model
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    >>> quantize_model(model, bits=3)
+    >>> quantize_model(model, bits=3)  # doctest: +ELLIPSIS
+    moq_hf: 1 linear layer goes to 3 bits; quantized: ...
     Sequential(
       (0): QuantLinear(in_features=4, out_features=4, bias=True, bits=3)
       (1): Linear(in_features=4, out_features=2, bias=True)
@@ -315,7 +316,8 @@ class QuantConv1d(QuantConv, nn.Conv1d):
 
     >>> from moq_hf import quantize_model
     >>> model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.Linear(6, 2))
-    >>> quantize_model(model, bits=4, convolutions=True)
+    >>> quantize_model(model, bits=4, convolutions=True)  # doctest: +ELLIPSIS
+    moq_hf: 1 convolution goes to 4 bits; quantized: ...
     Sequential(
       (0): QuantConv1d(4, 8, kernel_size=(3,), stride=(1,), bits=4)
       (1): Linear(in_features=6, out_features=2, bias=True)

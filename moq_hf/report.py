@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from .errors import MoQError, explained, read_as, read_json, require
 from .packed.card import RunFacts, facts_of_folder
-from .packed.state import STATE_NAME, export_command
+from .packed.state import STATE_NAME, deploy_command
 from .packed.verify import recorded
 from .rendering import TEMPLATES, rendered
 from .schedule import FLOAT_BITS, begins_in_float
@@ -220,12 +220,12 @@ def write_report(
 def _page(run: Run) -> str:
     from markdown_it import MarkdownIt
 
-    facts: dict[str, Any] = {"run": run, "found": None, "training": {}, "export": None}
+    facts: dict[str, Any] = {"run": run, "found": None, "training": {}, "deploy": None}
     if run.delivered is not None:
         found = recorded(run.delivered)
         with explained(f"{run.delivered} is not as it was delivered"):
             facts |= facts_of_folder(found, run.delivered, str(run.delivered))
-        facts["export"] = export_command(run.delivered)
+        facts["deploy"] = deploy_command(run.delivered)
     markdown = MarkdownIt("commonmark").enable("table")
     files = [path for path in run.directory.iterdir() if path.name != PAGE]
     written = max(path.stat().st_mtime for path in files)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from .config import MoQConfig
 from .errors import MoQError, explained, shortened
@@ -17,11 +18,12 @@ from .inputs import InputObserver, update_ranges
 from .model.convert import check_finite, dequantize_model, prepare_model
 from .model.selection import take_inventory
 from .model.sizes import ModelSizes
-from .processes import is_gathered_per_pass
+from .processes import is_first_process, is_gathered_per_pass
 from .quantized_weight import QuantizedWeight, inputs_of
 from .schedule import FLOAT_BITS
 from .training.gptq import can_round, round_weights
 from .training.measuring import eager, evaluating, repeatable
+from .training.messages import summary
 from .training.samples import Batch, check_batch, first_batches, rows_of
 
 logger = logging.getLogger(__name__)
@@ -36,9 +38,10 @@ def quantize_model(
 ) -> nn.Module:
     """Quantize the linear layers of `model`, and whatever else the config names, at their target bits.
 
-    Changes the model in place. `start_bits` is for a Trainer, which lowers the bits as
-    it trains. Layers that the config leaves out are plain float layers afterwards, even
-    if an earlier call quantized them. With `enabled: false` that is all of them.
+    Changes the model in place, and prints what is quantized and what stays in float.
+    `start_bits` is for a Trainer, which lowers the bits as it trains. Layers that the
+    config leaves out are plain float layers afterwards, even if an earlier call quantized
+    them. With `enabled: false` that is all of them.
 
     With `gptq`, linear layers, including frozen ones, are rounded by GPTQ for their
     inputs in as many examples of `inputs`, and the float weights become the rounded ones.
@@ -76,7 +79,8 @@ def quantize_model(
         MoQConfigError: The config is wrong.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    >>> layer = quantize_model(model, bits=2, modules_to_not_convert=["1"])[0]
+    >>> layer = quantize_model(model, bits=2, modules_to_not_convert=["1"])[0]  # doctest: +ELLIPSIS
+    moq_hf: 1 linear layer goes to 2 bits; quantized: ...
     >>> len(layer.quantized_weight()[0].unique()) <= 4
     True
     """
@@ -105,6 +109,11 @@ def quantize_model(
         dequantize_model(model, weights="float")
         raise
     sizes = ModelSizes(inventory, {**layers, **embeddings})
+    if layers and is_first_process():
+        text = summary(inventory, config, sizes)
+        if _has_ranges(config) and not batches:
+            text += "; the ranges of inputs are not known yet: give inputs=, or train"
+        tqdm.write(f"moq_hf: {text}")
     for note in (sizes.at_full_size(config), sizes.lacks(config)):
         if note is not None:
             logger.warning("moq_hf: %s", note)

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 from .config import MoQConfig
 from .config_fields import BitBudget
 from .errors import MoQError
+from .text import counted
 
 FLOAT_BITS = 32
 # The factor of the block with the largest eigenvalue.
@@ -379,9 +380,9 @@ class PrecisionSchedule:
             fits = f"start_bits {self._target(longest) + self._room}, or {fits}"
         blend = f" and the {fade} steps of the last blend" if fade else ""
         raise MoQError(
-            f"{config.spell('deadline')}: {config.deadline:g} of {total_steps} optimizer steps is step {last}; with "
-            f"{config.spell('offset')} {offset} the {drops} drops, at most one a step,{blend} take until step {needed} "
-            f"at least. What would fit: {fits}"
+            f"{config.spell('deadline')}: {config.deadline:g} of {total_steps} optimizer steps is step {last}, too "
+            f"early for {counted(drops, 'drop')} after {config.spell('offset')} {offset}, one a step at most{blend}: "
+            f"step {needed} is the first that would do. What would fit: {fits}"
         )
 
     def _change(self, name: str, eigenvalue: float | None) -> Switch:

@@ -94,7 +94,7 @@ class Server:
 
 # Kinds of layers that some servers do not take, with the reason and what is served.
 WITHOUT = {
-    "conv1d": ("it takes no Conv1D layers on a grid", "models of nn.Linear are served"),
+    "conv1d": ("it takes no quantized Conv1D layers", "models of nn.Linear are served"),
     "experts": (
         "it takes no packed experts",
         "name them in modules_to_not_convert",

@@ -220,7 +220,7 @@ def _unlike_siblings(model: Description) -> Iterator[tuple[str, str, list[str]]]
         if grid == "floats" and WHOLE_EXPERTS.search(f"{model.architecture} {name}")
     ]
     if whole and {*grids.values()} != {"floats"}:
-        instead = "experts on symmetric grids of up to 8 bits are served"
+        instead = "symmetric experts of up to 8 bits are served"
         yield "it looks for each expert by its own name", instead, whole
     unlike: dict[str, list[str]] = {}
     for unit, names in fused_units(grids).items():
@@ -229,7 +229,7 @@ def _unlike_siblings(model: Description) -> Iterator[tuple[str, str, list[str]]]
             what = unit.rpartition(".")[2].replace("-", ", ")
             what = "all experts of a block" if what == "experts" else what
             unlike.setdefault(f"{what} ({' and '.join(different)})", []).extend(names)
-    instead = "all of them on the same grid, or all of them in float, are served"
+    instead = "all of them quantized alike, or all of them in float, are served"
     for what, names in unlike.items():
         yield f"it makes one layer of {what}", instead, names
 

@@ -83,7 +83,7 @@ def counted(number: int, what: str) -> str:
     >>> counted(1, "block"), counted(3, "block")
     ('1 block', '3 blocks')
     """
-    return f"{number} {what}{'s' * (number != 1)}"
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def megabytes(count: int) -> str:

@@ -21,7 +21,7 @@ from .weight_matrix import Kind
 
 # The widest code that the packed format stores; wider layers are saved as floats.
 MAX_PACKED_BITS = 8
-# Forms without codes: floats on the grid, and a weight that was not quantized yet.
+# Forms without codes: rounded floats, and a weight that was not quantized yet.
 DENSE, FLOAT = "dense", "float"
 _PER_CHANNEL = Grid(PerChannel())
 
@@ -78,7 +78,7 @@ class WeightSpec:
         bytes_before: Bytes of the float weight.
         group: Name in the config groups of compressed-tensors, or in `groups` of the
             state; None without codes.
-        grid_text: Scales and zero points of floats on the grid, base64 of float32 and
+        grid_text: Scales and zero points of rounded floats, base64 of float32 and
             int32, else None.
     """
 

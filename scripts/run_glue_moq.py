@@ -114,7 +114,6 @@ def load_model(model_args: ModelArguments, config: "PreTrainedConfig") -> Any:
 
     name = model_args.model_name_or_path
     if name is None:
-        logger.info("no --model_name_or_path: training from scratch, with random weights of %s", model_args.config_name)
         try:
             return AutoModelForSequenceClassification.from_config(
                 config, trust_remote_code=model_args.trust_remote_code
@@ -371,6 +370,8 @@ def _quantization(model_args: ModelArguments, args: "TrainingArguments") -> "MoQ
         moq_hf.MoQError: something wrong in the file.
     """
     moq_config = model_args.config()
+    if model_args.model_name_or_path is None:
+        logger.info("no --model_name_or_path: training from scratch, with random weights of %s", model_args.config_name)
     if moq_config is None:
         logger.info("no --moq_config: plain float training")
     elif not args.do_train:
@@ -521,30 +522,43 @@ def summary(
     name: str,
     since: float,
 ) -> list[str]:
-    """Give the lines that end a run: the metrics, and the files written after the time `since`."""
-    lines = [""]
-    for key, metrics in results.items():
-        samples = next(value for metric, value in metrics.items() if re.match("eval_samples(_mm)?$", metric))
-        if baseline is not None and key in baseline:
-            lines.append(f"{name}, {key} ({samples} examples), float: {_figures(baseline[key])}")
-        lines.append(f"{name}, {key} ({samples} examples){', MoQ' if baseline else ''}: {_figures(metrics)}")
+    """Give the lines that end a run: the files written after the time `since`, the scores, and the use of the model."""
     folder = Path(trainer.args.output_dir)
-    lines.append(f"written to {folder}:")
+    lines = ["", f"written to {folder}:"]
     for path in sorted(folder.iterdir()):
         inside = [path] if path.is_file() else [inner for inner in path.rglob("*") if inner.is_file()]
         # A file system may keep times to the second only.
         if any(inner.stat().st_mtime >= since - 1 for inner in inside):
             size = sum(inner.stat().st_size for inner in inside)
             lines.append(f"  {path.name + '/' * path.is_dir():32} {_size(size):>9}")
-    if trainer.moq is not None and trainer.moq.delivered is not None:
+    delivered = None if trainer.moq is None else trainer.moq.delivered
+    if delivered is not None:
         lines.append("quantized/ holds the same model as the folder itself, without the files of the run")
+    for key, metrics in results.items():
+        samples = next(value for metric, value in metrics.items() if re.match("eval_samples(_mm)?$", metric))
+        lines += ["", f"{name}, {key} ({samples} examples)", _scores(metrics, (baseline or {}).get(key), trainer)]
+    if delivered is not None:
+        lines += ["", delivered.closing(), f"Report: moq-hf report {folder}"]
     return lines
 
 
-def _figures(metrics: Mapping[str, float]) -> str:
-    from moq_hf.text import metrics_in
+def _scores(metrics: Mapping[str, float], in_float: Mapping[str, float] | None, trainer: "MoQTrainer") -> str:
+    """Give a table of the metrics, with the size of the weights where a quantized model was delivered."""
+    from moq_hf.text import megabytes, metrics_in, table
 
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics_in(metrics).items())
+    moq = trainer.moq
+    rows = {"this model": [metrics, ""]}
+    if moq is not None and moq.controller is not None:
+        size = "" if moq.delivered is None else megabytes(moq.delivered.bytes)
+        rows = {f"moq_hf, {moq.config.target_in_words}": [metrics, size]}
+        if in_float is not None:
+            rows = {"float": [in_float, megabytes(round(moq.controller.sizes.float_mb * 1e6))], **rows}
+    names = sorted(metrics_in(metrics), key=lambda name: name.startswith("loss"))
+    lines = [["", *names, "size" if any(size for _, size in rows.values()) else ""]]
+    for what, (figures, size) in rows.items():
+        found = metrics_in(figures)
+        lines.append([what, *(f"{found[name]:.4f}" if name in found else "" for name in names), size])
+    return table(lines)
 
 
 def _size(count: int) -> str:

@@ -209,7 +209,10 @@ def test_make_demo(checkout: Path) -> None:
     config = json.loads((ROOT / arguments_of("examples/demo/demo.json")["moq_config"]).read_text())
     bits = {name: value for entry in state["log_history"] for name, value in entry.items() if "moq/bits/" in name}
     assert set(bits.values()) == {config["bits"]}
-    assert "model.safetensors" in done.stdout
+    # It ends with scores to judge, the size, and what to do with the model.
+    last = done.stdout.partition("sst2, validation (800 examples)\n")[2].splitlines()
+    assert [line.split()[0] for line in last[:3]] == ["accuracy", "float", "moq_hf,"] and last[2].endswith(" MB")
+    assert [line.partition(": ")[0] for line in last[4:]] == ["Verified", "Load it", "Deploy", "Report"]
 
 
 def made(target: str, scripts: dict[str, str], *words: str, folder: Path) -> str:
@@ -542,6 +545,17 @@ def test_the_docs_can_be_read() -> None:
     assert words_of(docs / "results.md", *docs.glob("results/*.md")) <= 4_300
     glossary = (docs / "reference" / "glossary.md").read_text(encoding="utf-8")
     assert len(re.findall(r"^\| (?!word |---)", glossary, re.MULTILINE)) <= 15
+
+
+def test_neither_pages_nor_messages_have_words_of_the_house() -> None:
+    ours = re.compile("floats on (the|their) grid|as wide as\\s+the\\s+widest|takes a byte", re.IGNORECASE)
+    pages = [
+        ROOT / "README.md",
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("moq_hf/**/*.py"),
+        *ROOT.glob("moq_hf/templates/*"),
+    ]
+    assert [str(page) for page in pages if ours.search(page.read_text(encoding="utf-8"))] == []
 
 
 def test_the_citation_is_of_this_version() -> None:

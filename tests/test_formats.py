@@ -59,7 +59,10 @@ def test_gemma_is_what_transformers_computes(bits: int, columns: int) -> None:
         ({"kind": "experts", "matrices": ("a",), "grid": Grid(PerGroup(16), format="nvfp4")}, "in nvfp4"),
         ({"kind": "experts", "matrices": ("a",), "grid": Grid(PerGroup(32), format="mxfp4")}, "only in bfloat16"),
         ({"kind": "embedding", "is_table": True}, "tables"),
-        ({"kind": "embedding", "is_table": True, "shared": SharedScheme(None, True, False)}, "would widen"),
+        (
+            {"kind": "embedding", "is_table": True, "shared": SharedScheme(None, True, False)},
+            "all other layers",
+        ),
         ({"kind": "embedding", "is_table": True, "shared": SharedScheme(None, True, True)}, None),
         ({"grid": Grid(symmetric=False), "shared": SharedScheme(None, False, True)}, None),
         (

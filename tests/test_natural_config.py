@@ -327,8 +327,11 @@ def test_the_plan_shows_overrides() -> None:
     made = plan(MoQConfig(bits=4, start_bits=6, overrides=FIRST_AT_8), 400)
     assert [(block.name, block.target_bits) for block in made.blocks] == [("every other block", 4), ("*.layer.0.*", 8)]
     assert "6 to 4 bits (*.layer.0.*: 8 bits)" in str(made)
-    rows = [line.split() for line in str(plan(MoQConfig(bits=4, overrides=FIRST_AT_8), 400)).splitlines()[2:]]
-    assert [row[-3:] for row in rows] == [["4", "bits", "0"], ["8", "bits", "0"]]
+    rows = [line.split() for line in str(made).splitlines()[2:]]
+    assert [row[-3:] for row in rows] == [["4", "bits", "100"], ["8", "bits", "0"]]
+    assert (
+        str(plan(MoQConfig(bits=4, overrides=FIRST_AT_8), 400)) == "400 optimizer steps at 4 bits (*.layer.0.*: 8 bits)"
+    )
 
 
 def test_a_plan_says_what_has_no_effect() -> None:
@@ -509,9 +512,13 @@ def masked() -> nn.Module:
         (new_model, "transformers", None),
         (new_model, "onnxruntime", None),
         (new_model, "vllm", "vllm takes them as floats"),
-        (llama, "transformers", "the model is no encoder"),
-        (t5, "transformers", "the model is no encoder"),
-        (lambda: nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2)), "transformers", "no encoder"),
+        (llama, "transformers", "only those of encoders"),
+        (t5, "transformers", "only those of encoders"),
+        (
+            lambda: nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2)),
+            "transformers",
+            "only those of encoders",
+        ),
     ],
     ids=["encoder", "ONNX", "vLLM", "decoder", "encoder-decoder", "no transformer"],
 )

@@ -104,7 +104,7 @@ def test_a_run_is_delivered_as_it_was_evaluated(make: Any, tmp_path: Path, caplo
         assert (stored.stored, stored.bits, stored.bytes) == ("dense", 3, stored.bytes_before)
         assert stored.shape == layers[name].matrix_shape and stored.scales == (4, 1)
     # Before the first step, and not again after the last one.
-    why = "saved as floats on the grid, at full size: convolutions are integers only in the ONNX export"
+    why = "saved as rounded floats, at full size: convolutions are integers only in the ONNX export"
     said = [record.message for record in caplog.records if "at full size" in record.message]
     which = "every quantized layer is" if make is resnet else "these layers are"
     assert len(said) == 1 and f"{which} {why}" in said[0]

@@ -1,17 +1,20 @@
 """`quantize_model` with examples: GPTQ, ranges of inputs, the same keywords as everywhere, and what it refuses."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from tiny_runs import new_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model
 from moq_hf.model.convert import quant_layers
+from moq_hf.processes import is_first_process
 
 STATIC = {"activations": True}
 Batch = dict[str, Tensor]
@@ -133,6 +136,48 @@ def test_keywords_are_those_of_a_config(tiny_bert: nn.Module) -> None:
     assert all(torch.equal(by_keywords[name], x.quantized_weight()) for name, x in quant_layers(tiny_bert).items())
     quantize_model(tiny_bert, "w4", embeddings=None)
     assert {layer.moq.bits for layer in quant_layers(tiny_bert).values()} == {4}
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (
+            {"bits": 4},
+            "13 linear layers go to 4 bits; 3 embedding tables to 8 bits; quantized: 92.8 % of the model's 6,034 "
+            "parameters; left in float: classifier",
+        ),
+        (
+            {"quantize_bits": {"target_bits": 4}},
+            "13 linear layers go to 4 bits; quantized: 72.1 % of the model's 6,034 parameters; left in float: "
+            "classifier, and the embedding tables, which are 20.7 % of the parameters "
+            "\\(embeddings=8 quantizes them\\)",
+        ),
+        ({"bits": 4, "start_bits": 12, "embeddings": 8}, "13 linear layers go to 4 bits; 3 embedding tables to 8 bits"),
+        # Without ranges, a folder would compute with float inputs.
+        ({"bits": 8, **STATIC}, "(.*); the ranges of inputs are not known yet: give inputs=, or train$"),
+        ({"enabled": False}, ""),
+    ],
+)
+def test_it_says_what_is_quantized_and_what_stays_in_float(
+    config: dict[str, Any], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantize_model(new_model(), config)
+    out = capsys.readouterr().out
+    assert re.match(f"moq_hf: {told}", out, re.MULTILINE) if told else not out
+    assert out.count("\n") == bool(told)
+
+
+def test_one_process_says_it_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for rank, lines in enumerate((1, 0)):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        assert is_first_process() is (rank == 0)
+        monkeypatch.setattr("moq_hf.rounding.is_first_process", lambda rank=rank: rank == 0)
+        with monkeypatch.context() as alone:
+            alone.setattr(torch.distributed, "is_initialized", lambda: False)
+            quantize_model(new_model(), "w4")
+        assert capsys.readouterr().out.count("moq_hf: ") == lines
 
 
 WANTED = r'as in tokenizer\(text, return_tensors="pt"\)'

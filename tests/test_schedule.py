@@ -259,7 +259,8 @@ def test_too_few_steps(config: MoQConfig, data: Any) -> None:
     with pytest.raises(MoQError) as error:
         PrecisionSchedule(config, "a", steps)
     told = str(error.value)
-    assert f"the {config.start_bits - config.bits} drops" in told
+    drops = config.start_bits - config.bits
+    assert f"{drops} drop{'s' * (drops != 1)} after " in told
     fits = told.split("What would fit: ")[1]
     [longer] = re.findall(r"a run of (\d+) steps", fits)
     PrecisionSchedule(config, "a", int(longer))
@@ -392,6 +393,25 @@ def test_a_plan_reads_well() -> None:
         "a sensitive block may end above its target: "
         "the run has 345 optimizer steps but reaches 8 bits only at step 1005 (most sensitive): start_bits 11 fits",
     ]
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({}, "1,200 optimizer steps at 4 bits"),
+        ({"offset": 200}, "200 optimizer steps in float, then 1,000 at 4 bits"),
+        ({"offset": 0.5}, "600 optimizer steps in float, then 600 at 4 bits"),
+        ({"overrides": {"*.layer.0.*": {"bits": 8}}}, "1,200 optimizer steps at 4 bits (*.layer.0.*: 8 bits)"),
+    ],
+)
+def test_a_plan_without_falling_bits_is_one_line(more: dict[str, Any], line: str) -> None:
+    assert str(plan(MoQConfig(bits=4, **more), 1200)) == line
+
+
+def test_a_plan_in_which_anything_comes_later_has_a_table() -> None:
+    blend = {"enabled": True, "quantize_change_ratio": 0.25}
+    for more in ({"blend": blend}, {"bits": {"mean": 3.0}}, {"overrides": {"*.layer.0.*": {"start_bits": 6}}}):
+        assert "at target" in str(plan(MoQConfig(**{"bits": 4, **more}), 1200))
 
 
 EXTREMES = st.sampled_from([1, 2, 3, 99, 2**31, 2**62, LARGEST - 1, LARGEST]) | st.integers(1, LARGEST)

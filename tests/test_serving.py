@@ -276,7 +276,7 @@ def test_all_reasons_are_one_error() -> None:
     assert lines[1] == (
         "  - vLLM, CUDA 0.32.0: it makes one layer of q_proj, k_proj, v_proj (3 bits in groups of 64 and floats) "
         "(model.layers.*.self_attn.q_proj (2), model.layers.*.self_attn.k_proj (2), model.layers.*.self_attn.v_proj "
-        "(2)); all of them on the same grid, or all of them in float, are served"
+        "(2)); all of them quantized alike, or all of them in float, are served"
     )
     assert "its kernels take 4 or 8 bits, not 3" in lines[3]
 
@@ -292,7 +292,7 @@ def test_conv1d_is_described_by_its_transpose() -> None:
     config = MoQConfig.from_dict(moq(["transformers"], quantize_group_size=32))
     found = delivery.describe(take_inventory(model, config), config, 4).weights["transformer.h.0.attn.c_attn"]
     assert (found.kind, found.shape) == ("conv1d", (96, 32))
-    with pytest.raises(MoQError, match="it takes no Conv1D layers"):
+    with pytest.raises(MoQError, match="it takes no quantized Conv1D layers"):
         quantize_model(model, moq(["onnxruntime"], quantize_group_size=32))
 
 

@@ -120,7 +120,7 @@ class Checkpoint:
     """A packed checkpoint that is exported.
 
     Attributes:
-        model: The model with float weights on their grid, in eval mode.
+        model: The model with rounded float weights, in eval mode.
         tokenizer: Its tokenizer; None for a model of pictures.
         processor: The file that says how its pictures are prepared, if there is one.
         verified: The result of `verify_quantized`.
@@ -169,7 +169,7 @@ def takes_pictures(model: Any) -> bool:
 
 
 def load_floats(directory: Path, **options: Any) -> Any:
-    """Load the model of a packed checkpoint with plain transformers, and unpack it to float weights on their grid.
+    """Load the model of a packed checkpoint with plain transformers, and unpack it to rounded float weights.
 
     Raises:
         MoQError: Its class is not one of transformers', or transformers cannot load it.

@@ -1,4 +1,4 @@
-"""`export_floats`: writes a packed checkpoint as floats on their grid, for programs that read only ordinary folders."""
+"""`export_floats`: writes a packed checkpoint as rounded floats, for programs that read only ordinary folders."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ from .compare import load_floats
 def export_floats(
     directory: str | os.PathLike[str], out: str | os.PathLike[str]
 ) -> Path:
-    """Write the weights of a packed checkpoint as floats with exactly the values on their grids.
+    """Write the weights of a packed checkpoint as floats with exactly the rounded values.
 
     Any program that reads folders of transformers, such as llama.cpp's converter, reads
     the result. The tokenizer is copied.

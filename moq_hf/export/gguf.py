@@ -154,8 +154,8 @@ def export_gguf(
     require("gguf", "gguf")
     if (base is None) == (converter is None):
         raise MoQError(
-            "GGUF needs llama.cpp's converter (moq-hf export DIR --to gguf OUT --converter "
-            "llama.cpp/convert_hf_to_gguf.py), or base, the file that it made from the checkpoint as floats, not both"
+            "GGUF needs either llama.cpp's converter (moq-hf export DIR --to gguf --converter "
+            "llama.cpp/convert_hf_to_gguf.py) or base, the file that it made from the checkpoint as floats"
         )
     new_path(out)
     folder = Path(directory)

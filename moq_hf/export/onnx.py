@@ -457,8 +457,8 @@ def _check_cache(
     difference = float((cached - whole).abs().max())
     if not difference <= tolerance:
         raise MoQError(
-            f"{path.name}: with its key-value cache the model answers otherwise by {difference:.3g}: this class of "
-            "models has another cache than the export knows"
+            f"{path.name}: answers with the key-value cache differ by {difference:.3g} from those without: this class "
+            "of models has another cache than the export knows"
         )
 
 

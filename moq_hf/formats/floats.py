@@ -1,4 +1,4 @@
-"""Floats on the grid: ordinary weights, with the scales and zero points for the checks in `moq_state.json`."""
+"""Rounded floats: ordinary weights, with the scales and zero points for the checks in `moq_state.json`."""
 
 import base64
 

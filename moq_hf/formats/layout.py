@@ -94,7 +94,7 @@ class LayoutSpec:
             found[name] = replace(spec, stored=form.name)
             if form.stays_packed and (self.unpacks or is_experts(spec.kind)):
                 alike.append(name)
-        # All of these have codes as wide as the widest; packed experts do in any layout.
+        # All of these have codes of the most bits that any has; packed experts do in any layout.
         width = max([2, *(found[name].width for name in alike)])
         return found | {name: replace(found[name], pack_bits=width) for name in alike}
 

@@ -51,7 +51,7 @@ def misfit(spec: WeightSpec) -> str | None:
         # transformers initializes and ties tables by the name `weight`.
         "tables are packed only if all layers have one scheme": spec.is_table
         and shared is None,
-        "their codes would widen those of all other layers": spec.is_table
+        "packed, they would take all other layers to their bits": spec.is_table
         and shared is not None
         and not shared.takes_tables,
         "layers that are unpacked while loading must have one format": shared

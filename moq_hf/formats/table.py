@@ -15,7 +15,7 @@ from .stored import Form
 # It does not fit models whose `_init_weights` reaches into other weights (T5), nor those whose parts are called
 # separately (BART's encoder by `generate`, the towers of CLIP). Nor can transformers load packed zero points that way,
 # which is how servers take asymmetric grids. These models are "unpacked". If neither computes what the model did, the
-# layout is "floats": ordinary weights on their grid. "gemma" is written only on request: plain transformers keeps such
+# layout is "floats": ordinary rounded weights. "gemma" is written only on request: plain transformers keeps such
 # weights packed, and no server takes them. "mxfp4" is for GPT-OSS with experts in MXFP4.
 _LAYOUTS = (
     LayoutSpec(
@@ -127,9 +127,9 @@ def at_full_size(reasons: Mapping[str, Sequence[str]], count: int) -> str:
         count: The number of quantized layers.
 
     >>> at_full_size({"2 bits are the fewest that are packed": ["layer.0", "layer.1"]}, 2)
-    'every quantized layer is saved as floats on the grid, at full size: 2 bits are the fewest that are packed'
+    'every quantized layer is saved as rounded floats, at full size: 2 bits are the fewest that are packed'
     >>> at_full_size({"transposed experts are not packed": ["experts.down"]}, 2)
-    'these layers are saved as floats on the grid, at full size: transposed experts are not packed (experts.down)'
+    'these layers are saved as rounded floats, at full size: transposed experts are not packed (experts.down)'
     """
     is_all = sum(map(len, reasons.values())) == count
     who = "every quantized layer is" if is_all else "these layers are"
@@ -138,4 +138,4 @@ def at_full_size(reasons: Mapping[str, Sequence[str]], count: int) -> str:
         if is_all
         else [f"{why} ({shortened(names)})" for why, names in reasons.items()]
     )
-    return f"{who} saved as floats on the grid, at full size: {'; '.join(told)}"
+    return f"{who} saved as rounded floats, at full size: {'; '.join(told)}"

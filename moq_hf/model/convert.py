@@ -81,7 +81,8 @@ def dequantize_model(
     >>> from moq_hf import quantize_model
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     >>> before = model[0].weight.detach().clone()
-    >>> model = quantize_model(model, bits=4)
+    >>> model = quantize_model(model, bits=4)  # doctest: +ELLIPSIS
+    moq_hf: 1 linear layer goes to 4 bits; quantized: ...
     >>> torch.equal(dequantize_model(model, weights="float")[0].weight, before)
     True
     """
@@ -300,11 +301,9 @@ class FloatSaves(OwnMethod):
         if is_main_process and is_quantized(model) and not saves_checkpoint():
             is_adapted = without_peft(model) is not model or has_adapter(model)
             logger.warning(
-                "moq_hf: save_pretrained wrote %s answer differently from the quantized model in memory; "
+                "moq_hf: save_pretrained wrote the %s, which do not answer as the quantized model in memory does; "
                 "save_quantized(model, folder) writes that one, as a run with MoQ does at its end",
-                "the adapters alone, which on float weights"
-                if is_adapted
-                else "the float weights, which",
+                "adapters alone" if is_adapted else "float weights",
             )
         return result
 
@@ -357,7 +356,8 @@ def hold_quantized(model: nn.Module) -> Iterator[None]:
         MoQError: It has none.
 
     >>> from moq_hf import hold_quantized, quantize_model
-    >>> model = quantize_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), bits=4)
+    >>> model = quantize_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), bits=4)  # doctest: +ELLIPSIS
+    moq_hf: 1 linear layer goes to 4 bits; quantized: ...
     >>> with torch.no_grad(), hold_quantized(model):
     ...     answers = [model(torch.ones(1, 8)) for _ in range(3)]
     """

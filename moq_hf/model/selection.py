@@ -279,9 +279,9 @@ def _check_inputs(
         wide = [name for name in layers if name in inventory.wide]
         if not any(config.of(name).activations.wide_bits for name in wide):
             raise MoQError(
-                f"{key}: wide_bits {section.wide_bits} is for no layer: those that it means are in float, or have bits "
-                "of their own by overrides, or no block has a layer with more inputs than outputs that is wider than "
-                "the others; leave it out, or set it to null beside a preset"
+                f"{key}: wide_bits {section.wide_bits} changes no layer: those that it means are in float, or have "
+                "bits of their own by overrides, or no block has a layer with more inputs than outputs that is wider "
+                "than the others; leave it out, or set it to null beside a preset"
             )
     # Some are fused only in evaluation.
     fused = inventory.instances(nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -372,7 +372,7 @@ def _tables(
         take = "takes" if len(refuses) == 1 else "take"
         return {"tables_stay": f"{' and '.join(refuses)} {take} them as floats"}
     if tables and not is_encoder(inventory):
-        return {"tables_stay": "the model is no encoder of transformers"}
+        return {"tables_stay": "by default only those of encoders are quantized"}
     # A table shared with an output head stays in float unless the config says otherwise.
     # `_parameters` has no weight for a pruned or normalized layer, which computes it.
     of_layers = {id(x._parameters.get("weight")) for x in inventory.linears.values()}

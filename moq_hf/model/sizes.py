@@ -238,7 +238,7 @@ class ModelSizes:
         if is_packed and lacking(LAYOUTS["unpacked"].needs) and self.is_unpacked:
             layout = LAYOUTS["unpacked"]
         placed = list(layout.placed(fixed).values())
-        # The codes of all experts are as wide as the widest.
+        # All experts are stored at the most bits that any has.
         least = max((x.width for x in placed if is_experts(x.kind)), default=0)
         for spec in choices:
             if is_experts(spec.kind):
@@ -275,7 +275,7 @@ class ModelSizes:
 
     @property
     def has_one_width(self) -> bool:
-        """True if files are smaller with all codes as wide as the widest than with embedding tables in bytes.
+        """True if files are smaller with all codes at the most bits that any has than with tables in int8.
 
         Only a model that is unpacked while loading can have a table in fewer than 8
         bits, and then all codes have one width.
@@ -340,13 +340,15 @@ class FileSize:
             "only models of transformers are packed": not isinstance(
                 pretrained(model), PreTrainedModel
             ),
-            "Conv1D layers are saved as floats on the grid, at full size": "conv1d"
+            "Conv1D layers are saved as rounded floats, at full size": "conv1d"
             in kinds,
-            "a model of its kind is unpacked while loading, with all codes as wide as the widest": parts_are_called(
+            "a model of its kind stores all weights at the same bits": parts_are_called(
                 model
             ),
-            "packed experts are all as wide as the widest": any(map(is_experts, kinds)),
-            "asymmetric codes are unpacked while loading, all as wide as the widest": not (
+            "packed experts are all stored at the same bits": any(
+                map(is_experts, kinds)
+            ),
+            "asymmetric weights are unpacked while loading, and all stored at the same bits": not (
                 symmetric or has_table
             ),
         }

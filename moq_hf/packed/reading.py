@@ -88,7 +88,7 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
     """The codes, scales and zero points of a packed checkpoint's layers of up to 8 bits, by the names of `by_matrix`.
 
     Each row has its own scales. Codes and zero points are signed: asymmetric ones are
-    2^(bits-1) less than those of `quantizer`. If the files hold floats on their grid, the
+    2^(bits-1) less than those of `quantizer`. If the files hold rounded floats, the
     codes are computed from them; a layer whose floats were rounded to a half dtype is
     left out.
 

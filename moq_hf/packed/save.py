@@ -70,7 +70,7 @@ from .reading import seal
 from .state import (
     STATE_NAME,
     clean_metrics,
-    export_command,
+    deploy_command,
     hub_id,
     read_layers,
     state_of,
@@ -120,7 +120,7 @@ class Delivered:
         proof: How its answers compared with the model's; None if they were not.
         summary: Its form, how it was proven, and its size, in sentences.
         how_to_load: The Python expression that loads it, or lines that make `model`.
-        export: The command that writes it for another runtime; None if there is none.
+        deploy: The command that serves it, or writes it for another runtime; None if there is none.
     """
 
     path: Path
@@ -128,11 +128,11 @@ class Delivered:
     proof: Proof | None
     summary: str
     how_to_load: str
-    export: str | None = None
+    deploy: str | None = None
 
     def closing(self) -> str:
         """The summary, and a line each on how to load and how to deploy it."""
-        deploy = "" if self.export is None else f"\nDeploy: {self.export}"
+        deploy = "" if self.deploy is None else f"\nDeploy: {self.deploy}"
         return f"{self.summary}\nLoad it: {self.how_to_load}{deploy}"
 
 
@@ -162,7 +162,7 @@ def save_quantized(
 
     With `inputs` the files are then loaded by plain `from_pretrained` and compared with
     the model. Where a layout does not agree, the next one takes its place, and floats
-    on the grid come last, with a warning. What was written, whether it was verified and
+    come last, with a warning. What was written, whether it was verified and
     how to load it is printed.
 
     Args:
@@ -200,7 +200,8 @@ def save_quantized(
     >>> from transformers import BertConfig, BertForSequenceClassification
     >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     >>> model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
-    >>> model = quantize_model(model, bits=4, embeddings=None)
+    >>> model = quantize_model(model, bits=4, embeddings=None)  # doctest: +ELLIPSIS
+    moq_hf: 7 linear layers go to 4 bits; quantized: ...
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     found = verify_quantized(save_quantized(model, folder), model)  # doctest: +ELLIPSIS
     moq_hf: saved in ... Not verified: nothing was compared. 0.0112 MB, float 0.0146.
@@ -239,7 +240,7 @@ def deliver(
     reference: ReferenceOutputs | None,
     layout: Layout | None = None,
 ) -> Delivered:
-    """Write the result of a run: packed if that can be loaded, else floats on the grid, with a warning that says why.
+    """Write the result of a run: packed if that can be loaded, else rounded floats, with a warning that says why.
 
     Args:
         model: A model with quantized layers.
@@ -320,7 +321,7 @@ class _Saving:
         return self._save_first_of(layouts, reason, reference)
 
     def save_by_hand(self, reason: str) -> Verification:
-        """Write any model as floats on their grid, as a last resort for one that cannot be packed.
+        """Write any model as rounded floats, as a last resort for one that cannot be packed.
 
         The tensors are in `model.safetensors` under their names in the state dict, for
         `load_state_dict`. A model of transformers has its `config.json` beside them;
@@ -384,9 +385,9 @@ class _Saving:
             # A single line is shown as an expression.
             if "\n" not in load:
                 load = load.removeprefix("model = ")
-        export = export_command(folder)
+        deploy = deploy_command(folder)
         return Delivered(
-            folder, saved.file_bytes, saved.proof, saved.summary(), load, export
+            folder, saved.file_bytes, saved.proof, saved.summary(), load, deploy
         )
 
     def _prove(self, reference: ReferenceOutputs, encoder: Encoder) -> Proof:
@@ -596,7 +597,7 @@ class _Saving:
         if wanted is not None or not may_be_floats:
             ways = "install that, or take layout floats, which is of full size"
             if "transformers" not in older[best]:
-                ways += "; pack_bits 4 or 8 has other codes in words that older versions read"
+                ways += "; pack_bits 4 or 8 stores codes of other bits in a form that older versions read"
             raise MoQError(f"{reason}: {ways}")
         return ["floats"], reason
 
@@ -847,7 +848,7 @@ def _warn_of_float_inputs(saving: _Saving) -> None:
     }
     if not rounded:
         return
-    why = "a folder has no place for inputs that are rounded so"
+    why = "no packed folder can say how these are rounded"
     if any(
         own.grid.scale == "static" and own.range is None for own in rounded.values()
     ):
@@ -892,7 +893,7 @@ def _warn(
         )
     elif reason is not None and encoder.layout == "floats":
         logger.warning(
-            "moq_hf: %s holds floats on the grid, not packed: %s", target, reason
+            "moq_hf: %s holds rounded floats, not packed: %s", target, reason
         )
     elif reason is not None:
         way = "unpacked" if LAYOUTS[encoder.layout].unpacks else "left packed"

@@ -305,8 +305,10 @@ def check_taken(directory: Path, server: Server) -> None:
             raise MoQError(f"{directory}: {'; '.join(found.reasons)}")
 
 
-def export_command(folder: Path) -> str | None:
-    """The command that exports a packed checkpoint to a runtime on which its class was tried; None if there is none.
+def deploy_command(folder: Path) -> str | None:
+    """The command that serves or exports a packed checkpoint where its class was tried; None if there is none.
+
+    What the config names in `serve` comes first.
 
     Args:
         folder: What `save_quantized` wrote, with its tokenizer or processor, which
@@ -315,18 +317,21 @@ def export_command(folder: Path) -> str | None:
     Raises:
         MoQError: The state or the config is missing or damaged.
     """
-    options = {
-        "llama.cpp": "gguf --converter convert_hf_to_gguf.py",
-        "onnxruntime": "onnx",
+    place = shlex.quote(str(folder))
+    commands = {
+        "llama.cpp": f"moq-hf export {place} --to gguf --converter convert_hf_to_gguf.py",
+        "vllm": f"vllm serve {place}",
+        "onnxruntime": f"moq-hf export {place} --to onnx",
     }
-    plain, *others = served_by(folder)
+    model, config = _described(folder)
+    plain, *others = [serving.verdict(model, server) for server in SERVERS]
     if plain.reasons or (folder / ADAPTER).exists() or not tokenizer_files(folder):
         return None
-    for found in others:
-        if found.answer == "yes" and found.server.key in options:
-            place = shlex.quote(str(folder))
-            return f"moq-hf export {place} --to {options[found.server.key]}"
-    return None
+    taken = {found.server.key for found in others if found.answer == "yes"}
+    if not model.architecture.endswith("ForCausalLM") and "vllm" not in config.serve:
+        taken.discard("vllm")
+    wanted = [key for key in (*config.serve, *commands) if key in taken]
+    return next((commands[key] for key in wanted if key in commands), None)
 
 
 def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
@@ -339,7 +344,12 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
         MoQError: The state or the config is missing or damaged; names the file and the
             key.
     """
-    folder = Path(directory)
+    model, _ = _described(Path(directory))
+    return [serving.verdict(model, server) for server in SERVERS]
+
+
+def _described(folder: Path) -> tuple[serving.Description, MoQConfig]:
+    """A packed checkpoint as a server meets it, and the config that it was made with."""
     state, layers = read_layers(folder)
     config = {} if state["config_json"] is None else read_document(folder / CONFIG)
     classes = read_as(
@@ -387,4 +397,4 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
         layout=state["layout"],
         scales=trained.grid_of(str(config.get("dtype") or "float32")).scale_dtype,
     )
-    return [serving.verdict(model, server) for server in SERVERS]
+    return model, trained

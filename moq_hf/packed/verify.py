@@ -94,7 +94,7 @@ class Verification:
         form = ""
         proof = f"{self.proof or 'Not verified: nothing was compared'}"
         if self.state["layout"] == "floats":
-            form = "Floats on the grid, not packed. "
+            form = "Rounded floats, not packed. "
         if self.state["by_hand"]:
             proof = "Not verified: load_state_dict alone loads it"
         elif has_failed(self.proof):
@@ -107,7 +107,7 @@ class Verification:
         summary = f"{self.proof}." if has_failed(self.proof) else self.summary()
         version = self.state["versions"].get("transformers")
         return (
-            "Intact: every tensor is as it was saved, and every weight is on the grid that it declares.\n"
+            "Intact: every tensor is as it was saved, and every weight is one that its bits and scale allow.\n"
             f"Saved with transformers {version}. {summary}"
         )
 

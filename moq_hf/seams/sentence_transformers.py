@@ -32,7 +32,7 @@ def body_of(model: nn.Module) -> PreTrainedModel | None:
 
     Relies on: `auto_model` of the first module of a `SentenceTransformer`, a
     `CrossEncoder` or a `SparseEncoder`, which is saved in the root of the folder.
-    Breaks: The models are delivered as floats on their grid.
+    Breaks: The models are delivered as rounded floats.
     """
     if type(model).__module__.partition(".")[0] != LIBRARY:
         return None

@@ -546,7 +546,7 @@ def matrices_in_files(
         parameter, its own name alone.
 
     Relies on: `core_model_loading.revert_weight_conversion`.
-    Breaks: Experts would be saved as floats on the grid, at full size; or under names
+    Breaks: Experts would be saved as rounded floats, at full size; or under names
     that nothing loads, as the proof says.
     """
     from transformers.core_model_loading import revert_weight_conversion

@@ -376,7 +376,7 @@ class MoQController:
     def summary(self) -> str:
         """One line on what is quantized and what is not, with the reasons that the config does not show."""
         return messages.summary(
-            self.inventory, self.config, len(self.blocks), self.sizes
+            self.inventory, self.config, self.sizes, len(self.blocks)
         )
 
     def warnings(self) -> list[str]:

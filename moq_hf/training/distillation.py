@@ -112,7 +112,7 @@ def load_teacher(
         if is_packed(teacher):
             teacher = dequantize_model(teacher)
             logger.warning(
-                "moq_hf: the teacher %s was quantized: its weights are floats on a grid",
+                "moq_hf: the teacher %s is a quantized model, which teaches with its rounded weights",
                 source,
             )
     elif not isinstance(source, PreTrainedModel):

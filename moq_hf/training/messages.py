@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import triton_launch
 from ..config import MoQConfig
@@ -14,6 +15,7 @@ from ..model import delivery
 from ..model.inventory import Inventory, is_convolution
 from ..model.selection import widest_codes
 from ..model.sizes import TABLE, ModelSizes, percent
+from ..processes import shape_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
 from ..servers import NAMED
 from ..text import counted
@@ -22,15 +24,15 @@ from .resume import describe
 
 
 def summary(
-    inventory: Inventory, config: MoQConfig, blocks: int, sizes: ModelSizes
+    inventory: Inventory, config: MoQConfig, sizes: ModelSizes, blocks: int = 0
 ) -> str:
     """Say in one line what is quantized and what is left in float, with the reasons that the config does not show.
 
     Args:
         inventory: The layers that the config quantizes, and those that it leaves out.
         config: The config of the run.
-        blocks: The number of blocks.
         sizes: The sizes of the model.
+        blocks: The number of blocks whose bits a run may lower; 0 without a run.
     """
     parts = [_layers_in_words(inventory, config, blocks)]
     if config.has_row_groups and any(map(is_convolution, inventory.layers.values())):
@@ -49,10 +51,10 @@ def summary(
     if config.rounds_inputs:
         begin = config.activations.start_step
         after = f" after {begin} steps" if begin else ""
-        parts += [
-            f"the inputs of linear layers to {config.inputs_in_words}{after}",
-            f"the delivered folder computes with {delivery.inputs_in_words(inventory, config)}",
-        ]
+        parts.append(f"the inputs of linear layers to {config.inputs_in_words}{after}")
+        if blocks:
+            computes = delivery.inputs_in_words(inventory, config)
+            parts.append(f"the delivered folder computes with {computes}")
     parts.append(f"quantized: {sizes.coverage}")
     parts += _left_in_float(inventory, config, sizes) or ["no layer is left out"]
     return "; ".join(parts)
@@ -68,6 +70,8 @@ def _layers_in_words(inventory: Inventory, config: MoQConfig, blocks: int) -> st
     }
     what = " and ".join(counted(n, kind) for kind, n in counts.items() if n)
     go = "goes" if sum(counts.values()) == 1 else "go"
+    if not blocks:
+        return f"{what} {go} to {config.target_in_words}"
     way = "from" if config.falls else "to"
     return f"{what} in {counted(blocks, 'block')} {go} {way} {config.span_in_words}"
 
@@ -80,12 +84,30 @@ def _left_in_float(
     for name, reason in inventory.left_out.items():
         why = f", {reason.removeprefix('has ')}" if reason else ""
         names.setdefault(why, []).append(name)
+    told: dict[str, list[str]] = {}
+    for why, alike in names.items():
+        share = _numbers_of(alike, inventory) / sizes.total
+        size = f" ({percent(share)} of the parameters)" if share >= 0.01 else ""
+        told[why] = [f"{shortened(alike, MOST_FAULTS)}{size}"]
     if inventory.adapters and not inventory.merged:
-        names.setdefault("", []).append("PEFT's adapters")
-    told = {why: [shortened(alike, MOST_FAULTS)] for why, alike in names.items()}
+        told.setdefault("", []).append("PEFT's adapters")
     for text in _left_of_kinds(inventory, config, sizes):
         told.setdefault("", []).append(text)
     return [f"left in float{why}: {', and '.join(what)}" for why, what in told.items()]
+
+
+def _numbers_of(names: Iterable[str], inventory: Inventory) -> int:
+    """Count the parameters of modules, each once, without those that are tables too."""
+    tables = [
+        m.weight for m in inventory.modules.values() if isinstance(m, nn.Embedding)
+    ]
+    seen = {id(table) for table in tables}
+    count = 0
+    for name in names:
+        for parameter in inventory.modules[name].parameters(recurse=False):
+            count += shape_of(parameter).numel() * (id(parameter) not in seen)
+            seen.add(id(parameter))
+    return count
 
 
 def _left_of_kinds(
@@ -99,12 +121,14 @@ def _left_of_kinds(
     for kind, counts in sizes.left.items():
         what, which = (f"{kind}s", "are") if len(counts) > 1 else (kind, "is")
         share = percent(sum(counts) / sizes.total)
-        way = ""
+        ways = []
         if kind == TABLE and inventory.tables_stay is not None:
-            way = f" ({inventory.tables_stay})"
-        elif kind == TABLE and could:
+            ways.append(inventory.tables_stay)
+        if kind == TABLE and could:
             width = min(8, max(2, *config.targets)) if sizes.is_unpacked else 8
-            way = f" (embeddings={width} quantizes them)"
+            those = "them" if len(counts) > 1 else "it"
+            ways.append(f"embeddings={width} quantizes {those}")
+        way = f" ({'; '.join(ways)})" if ways else ""
         yield f"the {what}, which {which} {share} of the parameters{way}"
 
 
@@ -132,9 +156,9 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
     width = widest_codes(inventory, config)
     if (inventory.table_bits or 0) > width and sizes.is_unpacked:
         notes.append(
-            f"all codes in the file of this model will be as wide as those of its embedding tables, "
-            f"{inventory.table_bits} bits, or the tables stay floats if that is smaller, since transformers unpacks it "
-            f"while loading; {config.spell('embeddings')}: {width} keeps the layers' own bits"
+            f"embedding tables of {inventory.table_bits} bits make this file larger: transformers unpacks the model "
+            "while loading, so its layers are stored at as many bits (or the tables as floats, if that is smaller); "
+            f"{config.spell('embeddings')}: {width} keeps the layers at theirs"
         )
     at_full_size = sizes.at_full_size(config)
     if at_full_size is not None:

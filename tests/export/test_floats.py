@@ -102,7 +102,7 @@ def test_a_folder_that_is_not_named_lies_beside_the_checkpoint(
     (folder / "inner").mkdir()
     monkeypatch.chdir(tmp_path if given == "packed" else folder)
     assert cli.main(["export", given, "--to", "float"]) == 0
-    assert "packed-float: floats on their grid" in capsys.readouterr().out
+    assert "packed-float: plain floats with the quantized values" in capsys.readouterr().out
     assert size_of(tmp_path / "packed-float") > size_of(packed)
     assert cli.main(["export", given, "--to", "float"]) == 2
     assert "packed-float is not empty: give a new folder" in capsys.readouterr().err

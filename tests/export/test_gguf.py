@@ -357,15 +357,15 @@ def test_the_command(
     assert out.read_bytes() == exported.path.read_bytes()
     assert "read back: every code is that of the checkpoint" in capsys.readouterr().out
     for words, what in (
-        (["--to", "gguf", str(out)], "--converter llama.cpp/convert_hf_to_gguf.py), or base"),
+        (["--to", "gguf", str(out)], "--converter llama.cpp/convert_hf_to_gguf.py) or base"),
         (
             ["--to", "gguf", str(tmp_path / "new.gguf"), "--base", "a", "--converter", "b"],
-            "GGUF needs llama.cpp's converter",
+            "GGUF needs either llama.cpp's converter",
         ),
-        (["--to", "gguf", str(out), "--base", str(base), "--flavors", "int8"], "--to gguf goes without --flavors"),
-        (["--to", "onnx", str(out), "--base", str(base)], "--to onnx goes without --base"),
-        (["--to", "onnx", str(out), "--converter", "c.py"], "--to onnx goes without --converter"),
-        (["--to", "float", str(out), "--tolerance", "1"], "--to float goes without --tolerance"),
+        (["--to", "gguf", str(out), "--base", str(base), "--flavors", "int8"], "--to gguf takes no --flavors"),
+        (["--to", "onnx", str(out), "--base", str(base)], "--to onnx takes no --base"),
+        (["--to", "onnx", str(out), "--converter", "c.py"], "--to onnx takes no --converter"),
+        (["--to", "float", str(out), "--tolerance", "1"], "--to float takes no --tolerance"),
     ):
         assert cli.main(["export", str(checkpoint), *words]) == 2
         assert what in capsys.readouterr().err

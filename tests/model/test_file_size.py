@@ -82,8 +82,8 @@ def test_it_is_the_size_of_the_file(kind: str, more: dict[str, Any], tmp_path: P
 def test_files_whose_codes_are_alike_are_named() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2))
     for model, more, words in (
-        (gpt2, {}, "Conv1D layers are saved as floats on the grid"),
-        (bert(), {"quantize_type": "asymmetric"}, "asymmetric codes are unpacked while loading"),
+        (gpt2, {}, "Conv1D layers are saved as rounded floats"),
+        (bert(), {"quantize_type": "asymmetric"}, "asymmetric weights are unpacked while loading"),
         (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), {}, "only models of transformers"),
     ):
         _, inventory, layers, tables = prepared(model, **more)

@@ -18,7 +18,7 @@ from transformers.utils import hub
 
 from moq_hf import dequantize_model, quantize_model, save_quantized
 
-SENTENCE = "save_pretrained wrote the float weights, which answer differently from the quantized model in memory"
+SENTENCE = "save_pretrained wrote the float weights, which do not answer as the quantized model in memory does"
 Told = Callable[[], list[str]]
 
 
@@ -151,7 +151,7 @@ def test_adapters_are_told_as_such(tmp_path: Path, told: Told) -> None:
     model = quantize_model(get_peft_model(new_model(), LoraConfig(target_modules=["query"])), "w4")
     model.save_pretrained(tmp_path / "adapter")
     (text,) = told()
-    assert "wrote the adapters alone, which on float weights answer differently" in text
+    assert "wrote the adapters alone, which do not answer as the quantized model in memory does" in text
     save_quantized(model, tmp_path / "packed")
     assert told() == []
 

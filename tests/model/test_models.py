@@ -280,7 +280,7 @@ def test_conv1d_layers_are_floats_on_the_grid_and_damage_is_noticed(
     model = quantize_model(new_model("GPT-2", "causal LM"), config_of(3, {}, {"quantize_groups": 4}))
     save_quantized(model, tmp_path / "packed")
     found = verify_quantized(tmp_path / "packed", model)
-    assert "every quantized layer is saved as floats on the grid, at full size: Conv1D layers, as GPT-2" in caplog.text
+    assert "every quantized layer is saved as rounded floats, at full size: Conv1D layers, as GPT-2" in caplog.text
     assert {(layer.kind, layer.stored) for layer in found.layers.values()} == {("conv1d", "dense")}
     inputs = inputs_of("causal LM", model)
     loaded = type(model).from_pretrained(tmp_path / "packed")

@@ -26,7 +26,9 @@ def test_convolutions_are_left_alone_by_default() -> None:
     assert list(inventory.layers) == ["2"] and inventory.left_out == {"3": None}
     summary = MoQController(inventory, MoQConfig.from_dict(BITS), 1000).summary()
     assert summary.startswith("1 linear layer in 1 block goes to 4 bits; quantized: ")
-    assert summary.endswith("; left in float: 3, and the convolution, which is 53.7 % of the parameters")
+    assert summary.endswith(
+        "; left in float: 3 (8.5 % of the parameters), and the convolution, which is 53.7 % of the parameters"
+    )
     # Else they stand among the linear layers in model order.
     inventory = take_inventory(net(), MoQConfig.from_dict(CONVOLUTIONS))
     assert list(inventory.layers) == ["0", "2"] and inventory.blocks(inventory.layers) == {"0": ["0"], "2": ["2"]}

@@ -245,8 +245,6 @@ def test_tables_that_widen_all_codes_of_a_file_are_told_of(tables: int) -> None:
 
 
 def test_layers_that_no_file_packs_are_told_of_before_the_first_step() -> None:
-    text = (
-        "every quantized layer is saved as floats on the grid, at full size: Conv1D layers, as GPT-2 has them, are not "
-    )
+    text = "every quantized layer is saved as rounded floats, at full size: Conv1D layers, as GPT-2 has them, are not "
     assert f"{text}packed; the file will be as large as in float" in controller_of(gpt2()).warnings()
     assert not any("full size" in note for note in controller_of(mixtral()).warnings())

@@ -277,7 +277,7 @@ def test_a_run_always_ends_with_a_result(
     folder = tmp_path / "run" / "quantized"
     state = state_of(folder)
     assert state["layout"] == "floats" and reason in state["reason"]
-    told = [record.getMessage() for record in caplog.records if "holds floats on the grid" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "holds rounded floats" in record.getMessage()]
     assert len(told) == 1 and reason in told[0]
     verify_quantized(folder, model)
     # On the grid: what the model computes with.
@@ -422,6 +422,7 @@ def test_a_wrong_layout_is_one_error(tmp_path: Path) -> None:
 
 def test_saving_ends_with_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = quantize_model(bert(), FIXED)
+    capsys.readouterr()
     folder = tmp_path / "my model"
     assert save_quantized(model, folder, inputs=inputs_of(TASK, model)) == folder
     assert capsys.readouterr().out == (
@@ -447,9 +448,16 @@ def megabytes_of(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("model", "config", "command"),
     [
-        (("Llama", "causal LM"), {"quantize_group_size": 32}, "gguf --converter convert_hf_to_gguf.py"),
-        (("ViT", "image classification"), {}, "onnx"),
+        (
+            ("Llama", "causal LM"),
+            {"quantize_group_size": 32},
+            "moq-hf export {} --to gguf --converter convert_hf_to_gguf.py",
+        ),
+        (("Llama", "causal LM"), {"quantize_group_size": 32, "serve": ["vllm"]}, "vllm serve {}"),
         # llama.cpp takes groups of 32, and no runtime GPT-2.
+        (("Llama", "causal LM"), {"quantize_group_size": 16}, "vllm serve {}"),
+        (("Llama", "causal LM"), {"serve": ["onnxruntime"]}, "moq-hf export {} --to onnx"),
+        (("ViT", "image classification"), {}, "moq-hf export {} --to onnx"),
         (("GPT-2", "causal LM"), {}, None),
     ],
 )
@@ -459,7 +467,7 @@ def test_the_command_to_deploy_is_one_that_takes_the_model(
     made = quantize_model(new_model(*model), {**FIXED, "quantize_groups": "per_channel", **config})
     tokenizer = hf.AutoTokenizer.from_pretrained(ROOT / "examples" / "demo" / "model")
     done = checkpoint.deliver(made, tmp_path, SaveOptions(tokenizer), None)
-    assert done.export == (command and f"moq-hf export {tmp_path} --to {command}")
+    assert done.deploy == (command and command.format(tmp_path))
 
 
 def test_a_loss_reads_the_quantized_weight_and_differentiates_by_the_parameter(tmp_path: Path) -> None:

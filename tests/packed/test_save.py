@@ -489,7 +489,7 @@ def test_answers_that_are_all_nan_prove_nothing(tmp_path: Path, capsys: pytest.C
 def test_floats_that_were_asked_for_have_that_reason_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_quantized(quantize_model(bert(), config_of(4)), tmp_path, layout="floats")
     assert caplog.messages == [
-        "moq_hf: every quantized layer is saved as floats on the grid, at full size: the layout floats has no codes"
+        "moq_hf: every quantized layer is saved as rounded floats, at full size: the layout floats has no codes"
     ]
 
 
@@ -499,7 +499,7 @@ def test_floats_that_were_asked_for_have_that_reason_alone(tmp_path: Path, caplo
 def test_bits_that_are_not_packed_are_told_before_and_after(
     bits: int, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = f"every quantized layer is saved as floats on the grid, at full size: {why}"
+    told = f"every quantized layer is saved as rounded floats, at full size: {why}"
     model = quantize_model(bert(), MoQConfig(bits=bits, embeddings=None))
     assert caplog.messages == [f"moq_hf: {told}; the file will be as large as in float"]
     caplog.clear()
@@ -513,7 +513,7 @@ def test_bits_that_are_not_packed_are_told_before_and_after(
     # What is packed is not named.
     caplog.clear()
     save_quantized(quantize_model(bert(), MoQConfig(bits=4, overrides={"pooler": {"bits": bits}})), tmp_path / "one")
-    told = f"these layers are saved as floats on the grid, at full size: {why} (bert.pooler.dense)"
+    told = f"these layers are saved as rounded floats, at full size: {why} (bert.pooler.dense)"
     assert caplog.messages == [f"moq_hf: {told}"] * 2
 
 
@@ -824,7 +824,7 @@ def test_inspect_begins_with_the_verdict(
     assert main(["inspect", str(tmp_path)]) == 0
     head, layers, servers = capsys.readouterr().out.split("\n\n")
     lines = head.splitlines()
-    assert lines[0] == "Intact: every tensor is as it was saved, and every weight is on the grid that it declares."
+    assert lines[0] == "Intact: every tensor is as it was saved, and every weight is one that its bits and scale allow."
     version = read_version("transformers")
     assert lines[1].startswith(f"Saved with transformers {version}. Verified: loaded with plain transformers, ")
     assert lines[2].startswith("13 quantized layers: ") and lines[3].startswith("all weights: ")
@@ -888,7 +888,7 @@ def test_a_class_whose_weights_are_taken_apart_while_loading_is_saved_as_floats(
     model = quantize_model(hf.Dinov2Model(config), config_of(4)).eval()
     assert ("encoder.layer.0.mlp.gate_proj" in quant_layers(model)) == gated
     save_quantized(model, tmp_path / "found")
-    told = "every quantized layer is saved as floats on the grid, at full size: transformers takes the weights of this "
+    told = "every quantized layer is saved as rounded floats, at full size: transformers takes the weights of this "
     assert caplog.messages[-1].startswith(f"moq_hf: {told}")
     pictures = torch.randn(2, 3, 16, 16)
     loaded = hf.Dinov2Model.from_pretrained(tmp_path / "found")

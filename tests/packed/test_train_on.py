@@ -32,7 +32,7 @@ def experts() -> Any:
 FORMS: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "unpacked": (new_model, {}, "unpacked"),
     "tables": (new_model, {"quantize_embeddings": 8}, None),
-    # All of it floats on the grid.
+    # All of it rounded floats.
     "convolutions": (resnet, {"quantize_convolutions": True}, None),
     "experts": (experts, {}, None),
 }

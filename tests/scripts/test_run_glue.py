@@ -118,7 +118,9 @@ def test_each_task_is_trained_evaluated_and_predicted(
 
     told = capsys.readouterr().out
     assert "no --moq_config: plain float training" in told
-    assert re.search(rf"{task}, validation \(6 examples\): .*{TASKS[task].metrics[0]} -?\d\.\d{{4}}", told)
+    assert re.search(
+        rf"{task}, validation \(6 examples\)\n .*{TASKS[task].metrics[0]}.*\nthis model .* -?\d\.\d{{4}}", told
+    )
     assert re.search(r"model\.safetensors +[\d.]+ kB", told)
 
 
@@ -131,6 +133,10 @@ def test_moq_reaches_its_target(
     assert re.search(r"moq_hf: All 3 blocks reached 4 bits at step \d, as planned. Verified: ", told)
     assert f"moq_hf: saved in {out}. Verified: " in told and f"Report: moq-hf report {out}\n" in told
     assert "quantized/ holds the same model as the folder itself" in told
+    # A run ends with the scores, the size and what to do with the model.
+    last = told.partition("sst2, validation (6 examples)\n")[2].splitlines()
+    assert last[0].split() == ["accuracy", "loss", "size"] and re.fullmatch(r"moq_hf, 4 bits( +[\d.]+){3} MB", last[1])
+    assert [line.partition(": ")[0] for line in last[3:]] == ["Verified", "Load it", "Deploy", "Report"]
     weights = [(folder / "model.safetensors").read_bytes() for folder in (out, out / "quantized")]
     assert weights[0] == weights[1]
     assert {layer.bits for layer in verify_quantized(out).layers.values()} == {4}
@@ -181,8 +187,11 @@ def test_float_first_is_one_run_from_float_to_packed(
     saving = {"save_strategy": "steps", "save_steps": 3}
     out = run(given | saving, "do_train", "do_eval", "float_first")
     told = capsys.readouterr().out
-    assert re.search(r"mrpc, validation \(6 examples\), float: loss [\d.]+, accuracy", told)
-    assert re.search(r"mrpc, validation \(6 examples\), MoQ: loss [\d.]+, accuracy", told)
+    head, floats, ours = told.partition("mrpc, validation (6 examples)\n")[2].splitlines()[:3]
+    assert head.split() == ["accuracy", "f1", "combined_score", "loss", "size"] and re.fullmatch(
+        r"float( +[\d.]+)+ MB", floats
+    )
+    assert re.fullmatch(r"moq_hf, 4 bits( +[\d.]+)+ MB", ours)
     found = verify_quantized(out)
     assert {layer.bits for layer in found.layers.values()} == {4}
     before = found.state["float_metrics"]
@@ -198,7 +207,7 @@ def test_float_first_is_one_run_from_float_to_packed(
         shutil.copytree(out / part, folder / part)
     run(given | {"output_dir": folder}, "do_train", "do_eval", "float_first")
     assert (folder / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
-    assert re.search(r"\), float: loss", capsys.readouterr().out)
+    assert re.search(r"\nfloat +[\d.]+", capsys.readouterr().out)
 
 
 def test_a_moq_config_that_is_off_is_told(

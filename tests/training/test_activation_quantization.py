@@ -139,9 +139,9 @@ def test_wide_bits_are_of_second_products_unless_an_override_says_otherwise(tiny
 
 
 def test_wide_bits_of_no_layer_are_an_error(tiny_bert: Any) -> None:
-    with pytest.raises(MoQError, match=r"activations: wide_bits 8 is for no layer: .* set it to null beside a preset"):
+    with pytest.raises(MoQError, match=r"activations: wide_bits 8 changes no layer: .* set it to null beside a preset"):
         quantize_model(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "w4a4", heads=True)
-    with pytest.raises(MoQError, match="wide_bits 8 is for no layer"):
+    with pytest.raises(MoQError, match="wide_bits 8 changes no layer"):
         quantize_model(tiny_bert, "w4a4", overrides={"*.output.dense": {"activations": 4}})
     quantize_model(tiny_bert, "w4a4", activations={"wide_bits": None}, modules_to_not_convert=["*.output.dense"])
 

@@ -183,7 +183,9 @@ def test_an_impossible_file_says_what_is_possible(tiny_bert: Any) -> None:
 
 def test_a_file_whose_codes_are_all_alike_is_refused(tiny_bert: Any) -> None:
     settings = MoQConfig(start_bits=8, bits=BitBudget(file_mb=0.05), q_type="asymmetric", embeddings=None)
-    with pytest.raises(MoQError, match=r"file_mb: asymmetric codes .* all as wide as the widest.*; give mean instead"):
+    with pytest.raises(
+        MoQError, match=r"file_mb: asymmetric weights .* all stored at the same bits.*; give mean instead"
+    ):
         MoQController(tiny_bert, settings, 200)
 
 

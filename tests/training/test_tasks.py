@@ -195,7 +195,7 @@ def test_a_body_in_a_module_of_one_s_own(tmp_path: Path, caplog: pytest.LogCaptu
     trainer = hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=[MoQCallback(CONFIG)])
     trainer.train()
     assert left_in_float(model) == ["between", "head"]
-    told = "holds floats on the grid, not packed: only models of transformers can be saved packed, got Tower"
+    told = "holds rounded floats, not packed: only models of transformers can be saved packed, got Tower"
     assert told in caplog.text and "no model card" not in caplog.text
     assert "## Bits per layer" in (tmp_path / "quantized" / "README.md").read_text(encoding="utf-8")
     delivered = Tower()
