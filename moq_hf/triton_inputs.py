@@ -42,6 +42,7 @@ def quantize(observer: InputObserver, input: Tensor, training: bool) -> Tensor |
         and not is_transformed()
         and (observer.range is not None or not is_static)
         and observer.observed.device == input.device
+        and (is_static or observer.grid.symmetric)
     ):
         features = _features(observer, input)
         if features <= LONGEST:
