@@ -221,7 +221,7 @@ def _kernel_faults(
     inputs = server.input_grid
     if inputs not in (None, weight.inputs):
         yield (
-            f"it rounds inputs to {inputs.bits} bits ({inputs.in_words}), and these were not trained for it",
+            f"it rounds inputs to {inputs.bits} bits ({inputs.in_words}), which the folder does not",
             None,
             f'activations {{"bits": {inputs.bits}, "scale": "{inputs.scale}", "symmetric": '
             f"{str(inputs.symmetric).lower()}}} are served",

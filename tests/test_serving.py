@@ -218,7 +218,7 @@ def for_xnnpack(
         (
             {"inputs": None},
             [
-                "it rounds inputs to 8 bits (per_token, asymmetric), and these were not trained for it",
+                "it rounds inputs to 8 bits (per_token, asymmetric), which the folder does not",
                 '"symmetric": false}',
             ],
         ),
@@ -239,6 +239,25 @@ def test_naming_executorch_trains_what_it_takes() -> None:
     grid = MoQConfig(bits=4, group_size=32, serve=["executorch"]).grid_of("float16")
     assert (grid.scale_dtype, grid.at(4).is_full) == ("bfloat16", False)
     assert MoQConfig(bits=4, range="full", serve=["executorch"]).grid.at(4).is_full
+
+
+def test_inputs_that_no_folder_rounds_are_an_error_with_the_reason() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with pytest.raises(MoQError, match=r"ExecuTorch.*: the folder will have inputs in float, because "):
+        quantize_model(model, "executorch", heads=True)
+
+
+def test_what_executorch_was_tried_with() -> None:
+    document = json.loads((ROOT / "benchmarks" / "results" / "executorch.json").read_text(encoding="utf-8"))
+    models = document["models"].values()
+    assert {model["model"] for model in models} == {*EXECUTORCH.tried.split()}
+    for model in models:
+        assert model["versions"]["executorch"] == EXECUTORCH.version
+        assert model["proof"] == {"agrees": True, "largest_difference": 0.0, "inputs": "rounded"}
+        assert model["largest_difference_of_torchao"] == 0.0
+        assert model["largest_difference"] < 0.01 * model["largest_output"]
+        assert model["layers_outside_xnnpack"] == 0
+        assert model.get("same_tokens") == model.get("tokens")
 
 
 ROUNDED = with_grid(bits=8, size=None, shape=(20, 100), rounded="static")
