@@ -242,7 +242,7 @@ def test_naming_executorch_trains_what_it_takes() -> None:
 
 
 def test_inputs_that_no_folder_rounds_are_an_error_with_the_reason() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     with pytest.raises(MoQError, match=r"ExecuTorch.*: the folder will have inputs in float, because "):
         quantize_model(model, "executorch", heads=True)
 
