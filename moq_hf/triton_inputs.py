@@ -2,7 +2,7 @@
 
 It can be imported without Triton and without a GPU: if the kernels do not run, the
 observer computes. For a scale of a whole call PyTorch finds the range first, as it does
-for static ranges with two ends or a percentile.
+for static ranges with two ends or a percentile. Tokens with a zero point have no kernel.
 """
 
 from dataclasses import replace
