@@ -25,6 +25,7 @@ PRESETS = (
     "w8a8",
     "w4a8",
     "w4a4",
+    "executorch",
     "lm-w4",
     "moq",
     "auto",

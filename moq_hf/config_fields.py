@@ -252,8 +252,8 @@ class ActivationConfig:
     symmetric: Annotated[
         Flag,
         key(
-            "whether zero is in the middle of a `static` range; false: the range has two ends and a zero point, for "
-            "inputs that are mostly on one side, as after GELU"
+            "whether zero is in the middle of the range, `static` or `per_token`; false: it has two ends and a zero "
+            "point, for inputs that are mostly on one side, as after GELU"
         ),
     ] = True
     percentile: Annotated[
@@ -283,6 +283,8 @@ class ActivationConfig:
         """The grid of those inputs; None if they stay as they are."""
         if not self.enabled:
             return None
+        if self.scale == "per_token":
+            return InputGrid(self.bits, self.scale, symmetric=self.symmetric)
         if self.scale != "static":
             return InputGrid(self.bits, self.scale)
         return InputGrid(
@@ -332,7 +334,9 @@ class ActivationOverride:
     enabled: Annotated[Flag | None, key("whether they are rounded")] = None
     bits: Annotated[ByteBits | None, key("of those inputs")] = None
     scale: Annotated[InputScale | None, key("what shares a scale")] = None
-    symmetric: Annotated[Flag | None, key("of a `static` range")] = None
+    symmetric: Annotated[
+        Flag | None, key("of a range that is `static` or `per_token`")
+    ] = None
     percentile: Annotated[Percentile | None, key("of a `static` range")] = None
     window: Annotated[Positive | None, key("of a `static` range")] = None
 
@@ -484,7 +488,8 @@ class ConfigFields:
         Literal["auto", "narrow", "full"],
         key(
             "`narrow`: as many codes on either side of zero; `full`: one more, on the side of the largest weight of a "
-            "group, so that 2 bits have four levels (symmetric grids); `auto`: full at 2 to 4 bits where symmetric"
+            "group, so that 2 bits have four levels (symmetric grids); `auto`: full at 2 to 4 bits where symmetric and "
+            "`serve` does not name executorch"
         ),
     ] = "auto"
     scale_dtype: Annotated[
@@ -778,6 +783,8 @@ class ConfigFields:
                 said = given_in(override.activations)
                 if "bits" in said:
                     said["wide_bits"] = None
+                if said.get("scale", activations.scale) != activations.scale:
+                    said.setdefault("symmetric", True)
                 activations = replace(activations, **said)
                 given["activations"] = activations
         if not (given or self.overrides):
@@ -822,8 +829,12 @@ class ConfigFields:
         # Plain transformers unpacks 4-bit floats only in a bfloat16 model.
         if {"vllm", "sglang"} & {*self.serve} or self.format != "int":
             served = "float16" if dtype == "float16" else "bfloat16"
-        is_stochastic = self.rounding == "stochastic"
         is_full = None if self.range == "auto" else self.range == "full"
+        if "executorch" in self.serve:
+            # XNNPACK's kernel takes no negative scales.
+            served = "bfloat16"
+            is_full = self.range == "full"
+        is_stochastic = self.rounding == "stochastic"
         scales = self.scale_dtype or served
         return Grid(
             self.grouping,
@@ -997,9 +1008,11 @@ class ConfigFields:
 def _range_conflicts(
     where: str, section: ActivationConfig, given: Mapping[str, Any]
 ) -> Iterator[str]:
-    if given and section.scale != "static":
+    ranges = {"per_token": ["symmetric"]}.get(section.scale, [])
+    wrong = [name for name in given if name not in ranges]
+    if wrong and section.scale != "static":
         yield (
-            f"{where}: {', '.join(given)}: for static ranges alone, and {section.scale} scales follow each call; leave "
+            f"{where}: {', '.join(wrong)}: for static ranges alone, and {section.scale} scales follow each call; leave "
             'out what is for ranges, or the preset that has it, or set scale to "static"'
         )
 

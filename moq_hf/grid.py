@@ -305,13 +305,13 @@ class InputGrid:
 
     Attributes:
         bits: Bit width of a code, 2 to 8.
-        scale: "per_token": symmetric codes, a scale for each token. "per_tensor":
+        scale: "per_token": a scale for each token. "per_tensor":
             asymmetric codes, a scale for each call. "per_block": symmetric codes, a
             scale for each `block` features of a token. "static": one scale, learned in
             training.
         block: Features that share a scale per block.
-        symmetric: Whether static codes lie around zero; otherwise they have a zero
-            point.
+        symmetric: Whether codes that are static or per token lie around zero; otherwise
+            they have a zero point.
         percentile: Of the inputs of a call, how many a static range holds, above 0 to
             100.
         window: Optimizer steps that a static range is the mean of; None gives the newest

@@ -5,6 +5,7 @@ Rounding is half to even. With b bits and an input x `[..., features]`:
 | scale | of | codes |
 | --- | --- | --- |
 | per_token | s = max abs(x) / ((2^b - 1) / 2) of each token | clip(round(x / s), -2^(b-1), 2^(b-1) - 1) |
+| per_token, asymmetric | s = (hi - lo) / (2^b - 1), lo = min(0, min x), hi = max(0, max x), of each token | clip(round(x / s + z), -2^(b-1), 2^(b-1) - 1), z = clip(round(-2^(b-1) - lo / s), -2^(b-1), 2^(b-1) - 1) |
 | per_tensor | s = (hi - lo) / (2^b - 1), lo = min(0, min x), hi = max(0, max x), of each call | clip(round(x / s) + z, 0, 2^b - 1), z = clip(round(-lo / s), 0, 2^b - 1) |
 | per_block | s = max abs(x) / (2^(b-1) - 1) of each block of features of a token | round(x (1 / s)), 1 / s = (2^(b-1) - 1) / max abs(x) |
 | static | s = m / (2^(b-1) - 1), m the running range | clip(round(x / s), -2^(b-1), 2^(b-1) - 1) |
@@ -12,7 +13,8 @@ Rounding is half to even. With b bits and an input x `[..., features]`:
 
 compressed-tensors computes per_token and static in the same way for a delivered model, in its dtypes: per_token in that
 of the input, static in the wider one of the input and the weight. It takes the first two dimensions for batch and
-tokens, so that an input of two dimensions, such as a pooler's, has one scale. per_tensor is float32 whatever the dtype
+tokens, so that an input of two dimensions, such as a pooler's, has one scale. XNNPACK computes the same scale and zero
+point for each row, but multiplies by 1 / s, and rounds before it adds z: a tie may have another code. per_tensor is float32 whatever the dtype
 of the input; at 8 bits it is ONNX's DynamicQuantizeLinear. per_block is float32 too, as ONNX Runtime's MatMulNBits
 computes it on x86 CPUs with accuracy level 4.
 
@@ -80,7 +82,7 @@ def fake_quantize_input(
     if grid.scale == "per_block":
         return _in_blocks(x.float(), grid).to(input.dtype)
     if grid.scale == "per_token":
-        scale = token_scale(x, grid.bits)
+        scale, zero = token_parameters(x, grid)
     elif scale is None:
         scale, zero = static_parameters(range_of(x, grid), grid)
     codes = x / scale
@@ -107,15 +109,28 @@ def _divided(x: Tensor, by: float) -> Tensor:
     return x / torch.full_like(x, by)
 
 
-def token_scale(input: Tensor, bits: int) -> Tensor:
-    """The scale of each token, `[batch, tokens, 1]` for `[batch, tokens, features]`; with fewer dimensions one scale.
+def token_parameters(input: Tensor, grid: InputGrid) -> tuple[Tensor, Tensor | None]:
+    """The scale of each token and, if codes are asymmetric, its zero point, in the dtype of the input.
 
-    The formula is that of compressed-tensors' `calculate_qparams`.
+    The formulas are those of compressed-tensors' `calculate_qparams`.
+
+    Returns:
+        Both `[batch, tokens, 1]` for `[batch, tokens, features]`; with fewer dimensions
+        all inputs have one scale.
     """
     features = tuple(range(2, input.dim())) or tuple(range(input.dim()))
-    largest = input.abs().amax(features, keepdim=True)
-    scale = _divided(largest, ((1 << bits) - 1) / 2)
-    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+    steps = (1 << grid.bits) - 1
+    if grid.symmetric:
+        scale = _divided(input.abs().amax(features, keepdim=True), steps / 2)
+    else:
+        below = input.amin(features, keepdim=True).clamp(max=0.0)
+        above = input.amax(features, keepdim=True).clamp(min=0.0)
+        scale = _divided(above - below, steps)
+    scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+    if grid.symmetric:
+        return scale, None
+    low, high = grid.limits()
+    return scale, (low - below / scale).clamp(low, high).round()
 
 
 def tensor_scale(input: Tensor, bits: int) -> tuple[Tensor, Tensor]:

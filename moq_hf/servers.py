@@ -2,8 +2,9 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from .grid import Format
+from .grid import Format, InputGrid, ScaleDtype
 
 # Layers that vLLM and SGLang fuse into one, and the name of that one.
 FUSED = {
@@ -57,6 +58,11 @@ class Server:
             decoder beside an encoder; empty for all models.
         in_float: A pattern for layers that it takes only as floats: the name of the
             model's class, a space, and the layer's name.
+        scale_dtype: The dtype in which it computes with scales; empty if it is none, or that
+            of the model.
+        positive_scales: Whether its kernels refuse negative scales, which a full range has.
+        input_grid: How its kernels round inputs, whatever was trained; None if they follow
+            the files, or leave them alone.
         half_scales: Whether it computes with scales in half precision.
         tried: Classes of which a model was served, or one whose weights are loaded by
             the same code.
@@ -81,6 +87,9 @@ class Server:
     formats: tuple[Format, ...] = ("int", "mxfp4", "nvfp4")
     classes: str = ""
     in_float: str = "$^"
+    scale_dtype: ScaleDtype | Literal[""] = ""
+    positive_scales: bool = False
+    input_grid: InputGrid | None = None
     half_scales: bool = True
     tried: str = ""
     refused: tuple[tuple[str, str], ...] = ()
@@ -245,6 +254,24 @@ ONNX = Server(
     "RobertaForSequenceClassification T5EncoderModel ViTModel ViTForImageClassification ResNetForImageClassification "
     "ConvNextForImageClassification",
 )
-SERVERS = (TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF, ONNX)
+# XNNPACK's kernel for 4 bits in groups, whose files hold scales in bfloat16.
+EXECUTORCH = Server(
+    "executorch",
+    "ExecuTorch by examples/executorch",
+    "1.5.1",
+    range(2, 5),
+    (),
+    multiple=32,
+    columns=32,
+    without=("conv1d", "experts"),
+    formats=("int",),
+    scale_dtype="bfloat16",
+    positive_scales=True,
+    input_grid=InputGrid(8, "per_token", symmetric=False),
+    half_scales=False,
+    # benchmarks/results/executorch.json.
+    tried="BertForSequenceClassification LlamaForCausalLM Qwen3ForCausalLM",
+)
+SERVERS = (TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF, ONNX, EXECUTORCH)
 # The servers that `serve` may name.
 NAMED = {server.key: server for server in SERVERS if server.is_named}

@@ -92,13 +92,16 @@ def verdict(model: Description, server: Server) -> Verdict:
     if has_half_scales and model.scales == "float32":
         notes.append("scales are rounded to half precision there")
     rounded = [weight for weight in model.weights.values() if weight.inputs]
-    scales = {weight.inputs.scale for weight in rounded if weight.inputs}
+    grids = {weight.inputs for weight in rounded if weight.inputs}
+    per_token = {grid.symmetric for grid in grids if grid.scale == "per_token"}
     if server.inputs and not all(_multiplies(server, weight) for weight in rounded):
         notes.append(server.inputs)
-    elif server.has_bytes and "per_token" in scales:
+    elif server.has_bytes and True in per_token:
         notes.append(
             "its scale for a token is the largest magnitude over 127, not over 127.5"
         )
+    elif server.has_bytes and per_token:
+        notes.append("inputs with a zero point for each token were not tried with it")
     answer: Answer = "no"
     if not reasons:
         answer = "yes" if is_tried else "not tried"
@@ -134,6 +137,10 @@ def _reasons(model: Description, server: Server) -> list[str]:
     if server is TRANSFORMERS and model.unserved is not None:
         reasons.append(
             f"it does not answer as the model did: {model.unserved}; see the proof in moq_state.json"
+        )
+    if server.scale_dtype not in ("", model.scales):
+        reasons.append(
+            f'its scales are {server.scale_dtype}, not {model.scales}; scale_dtype "{server.scale_dtype}" is served'
         )
     # Fault -> {layer: offending value}.
     faults: dict[tuple[str, str], dict[str, Any]] = {}
@@ -176,16 +183,13 @@ def _faults(
     has_codes = weight.bits != FLOAT_BITS if server.repacks else is_packed
     if not has_codes or _multiplies(server, weight):
         return
-    if weight.format not in server.formats:
-        yield (
-            f"it does not take {weight.format}",
-            None,
-            'format "int" is served',
-        )
+    yield from _kernel_faults(weight, server)
     legal = server.symmetric if weight.symmetric else server.asymmetric
     bits = weight.bits if server.repacks else weight.width
     if bits not in legal:
         taken = f"{either(legal)} bits" + " with zero points" * (not weight.symmetric)
+        if not legal:
+            taken = f"{either(server.symmetric)} bits without zero points"
         yield f"its kernels take {taken}", bits, f"{taken} are served"
     size = weight.row_size if weight.format == "int" else None
     if size and (size % server.multiple or size not in (server.groups or [size])):
@@ -202,6 +206,32 @@ def _faults(
         yield _sizes("columns (in_features)", multiple, columns)
     if rows % server.rows:
         yield _sizes("rows (out_features)", server.rows, rows)
+
+
+def _kernel_faults(
+    weight: WeightSpec, server: Server
+) -> Iterator[tuple[str, None, str]]:
+    """Yield why the arithmetic of a server's kernels is not that of a weight, as `_faults` does."""
+    if weight.format not in server.formats:
+        yield (
+            f"it does not take {weight.format}",
+            None,
+            'format "int" is served',
+        )
+    inputs = server.input_grid
+    if inputs not in (None, weight.inputs):
+        yield (
+            f"it rounds inputs to {inputs.bits} bits ({inputs.in_words}), which the folder does not",
+            None,
+            f'activations {{"bits": {inputs.bits}, "scale": "{inputs.scale}", "symmetric": '
+            f"{str(inputs.symmetric).lower()}}} are served",
+        )
+    if server.positive_scales and weight.full:
+        yield (
+            "its kernels take positive scales, and a full range has negative ones",
+            None,
+            'range "narrow" is served',
+        )
 
 
 def _sizes(what: str, multiple: int, count: int) -> tuple[str, int, str]:

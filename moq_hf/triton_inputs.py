@@ -2,7 +2,7 @@
 
 It can be imported without Triton and without a GPU: if the kernels do not run, the
 observer computes. For a scale of a whole call PyTorch finds the range first, as it does
-for static ranges with two ends or a percentile.
+for static ranges with two ends or a percentile. Tokens with a zero point have no kernel.
 """
 
 from dataclasses import replace
@@ -42,6 +42,7 @@ def quantize(observer: InputObserver, input: Tensor, training: bool) -> Tensor |
         and not is_transformed()
         and (observer.range is not None or not is_static)
         and observer.observed.device == input.device
+        and (is_static or observer.grid.symmetric)
     ):
         features = _features(observer, input)
         if features <= LONGEST:

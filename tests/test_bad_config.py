@@ -454,7 +454,11 @@ def moq(**arguments: Any) -> Any:
         (moq(activations=9), ["activations.bits: 9 is not legal", "from 2 to 8"]),
         (
             moq(activations={"scale": "per_token", "symmetric": False, "window": 9}),
-            ["activations: symmetric, window: for static ranges alone, and per_token scales follow each call"],
+            ["activations: window: for static ranges alone, and per_token scales follow each call"],
+        ),
+        (
+            moq(activations={"scale": "per_block", "symmetric": False}),
+            ["activations: symmetric: for static ranges alone, and per_block scales follow each call"],
         ),
         (
             lambda: MoQConfig("w8a8", activations={"scale": "per_token"}),

@@ -396,7 +396,7 @@ def test_presets_and_their_copies_are_the_same(name: str) -> None:
     config = MoQConfig.load(name)
     assert config == MoQConfig.from_file(preset)
     assert config.embeddings == (None if name == "lm-w4" else "auto")
-    assert config.falls == (name not in ("w8", "w4", "w3", "w2", "w8a8", "w4a8", "w4a4"))
+    assert config.falls == (name not in ("w8", "w4", "w3", "w2", "w8a8", "w4a8", "w4a4", "executorch"))
 
 
 def test_there_is_a_recipe_for_everything() -> None:
@@ -411,11 +411,14 @@ def test_the_schema_is_a_schema() -> None:
         Draft202012Validator(schema).validate(schema["default"])
 
 
+FOUR = ("moq_auto", "moq_executorch")
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_read_and_fit_the_schema_that_they_name(path: Path) -> None:
     config = MoQConfig.from_file(path)
     width = re.search(r"w(\d)(a\d)?$", path.stem)
-    assert config.enabled and config.bits == (int(width[1]) if width else 4 if path.stem == "moq_auto" else 8)
+    assert config.enabled and config.bits == (int(width[1]) if width else 4 if path.stem in FOUR else 8)
     recipe = json.loads(path.read_text(encoding="utf-8"))
     assert (path.parent / recipe["$schema"]).samefile(SCHEMA)
     VALIDATOR.validate(recipe)

@@ -35,6 +35,7 @@ from moq_hf.inputs import (
     static_parameters,
     static_scale,
     tensor_scale,
+    token_parameters,
     update_ranges,
 )
 from moq_hf.model.convert import quant_layers
@@ -77,6 +78,14 @@ def test_the_numbers_are_those_of_the_table(x: Floats, bits: int) -> None:
     zero = np.minimum(np.rint(-low / scale), top) - most - 1
     codes = np.clip(np.rint(x / scale + zero), -most - 1, most)
     check(x, InputGrid(bits, "static", symmetric=False), (codes - zero) * scale)
+    low, high = (np.minimum(F32(0), x.min(1, keepdims=True)), np.maximum(F32(0), x.max(1, keepdims=True)))
+    scale = (high - low) / top
+    scale = np.where(scale == 0, np.finfo(F32).eps, scale)
+    zero = np.clip(np.rint(-most - 1 - low / scale), -most - 1, most)
+    codes = np.clip(np.rint(x / scale + zero), -most - 1, most)
+    check(x[None], InputGrid(bits, "per_token", symmetric=False), ((codes - zero) * scale)[None])
+    low, high = min(F32(0), x.min()), max(F32(0), x.max())
+    scale = np.maximum((high - low) / top, tiny)
     zero = np.clip(np.rint(-low / scale), 0, top)
     check(x, InputGrid(bits, "per_tensor"), (np.clip(np.rint(x / scale) + zero, 0, top) - zero) * scale)
 
@@ -87,21 +96,40 @@ def check(x: Floats, grid: InputGrid, expected: Floats, scale: torch.Tensor | No
 
 @pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8), (2, 3, 2, 8)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale", ["per_token", "static"])
+@pytest.mark.parametrize(("scale", "symmetric"), [("per_token", True), ("per_token", False), ("static", True)])
 def test_the_numbers_are_those_of_compressed_tensors(
-    scale: InputScale, dtype: torch.dtype, shape: tuple[int, ...]
+    scale: InputScale, symmetric: bool, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     x = (3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
     x[-1, -1] = 0.0
+    # Tokens of one sign, of numbers that are hardly there, and of one that is far out.
+    x[0, 0], x[1, 0], x[1, 1] = x[0, 0].abs(), -x[1, 0].abs() - 1, x[1, 1] * torch.finfo(dtype).tiny
+    x[0, 1].view(-1)[0] = -50.0
     is_static = scale == "static"
     strategy = "tensor" if is_static else "token"
-    args = QuantizationArgs(num_bits=8, strategy=strategy, dynamic=not is_static)
+    args = QuantizationArgs(num_bits=8, strategy=strategy, dynamic=not is_static, symmetric=symmetric)
     step = static_scale(torch.tensor([7.0]), 8).to(dtype) if is_static else None
-    found = fake_quantize_input(x, InputGrid(8, scale), step)
+    found = fake_quantize_input(x, InputGrid(8, scale, symmetric=symmetric), step)
     zero = None
     if step is None:
         step, zero = compute_dynamic_scales_and_zp(x, args, nn.Linear(8, 8))
     assert torch.equal(found, fake_quantize(x, step, zero, args).to(dtype))
+
+
+def test_asymmetric_tokens_are_those_of_xnnpack() -> None:
+    """Scale and zero point; of 20,000 codes one is a tie that it rounds to the other side."""
+    x = torch.randn(1, 40, 500, generator=torch.Generator().manual_seed(0)) + torch.linspace(-2, 2, 40)[None, :, None]
+    low, high = x.amin(-1, keepdim=True).clamp(max=0.0), x.amax(-1, keepdim=True).clamp(min=0.0)
+    inverse = 255 / (high - low)
+    # xnn_f32_qd8_asymmetric_quantization_params takes the end with the smaller error.
+    below, above = low * inverse, high * inverse
+    zero = torch.where(below + above > 1, -128 - below, 127 - above).clamp(-128, 127).round()
+    codes = ((x * inverse).round() + zero).clamp(-128, 127)
+    grid = InputGrid(8, "per_token", symmetric=False)
+    scale, ours = token_parameters(x, grid)
+    assert ours is not None and torch.equal(ours, zero) and torch.allclose(scale, 1 / inverse, rtol=1e-6)
+    steps = (fake_quantize_input(x, grid) / scale).round() - (codes - zero)
+    assert steps.count_nonzero() <= 2 and steps.abs().max() <= 1
 
 
 @pytest.mark.parametrize("is_autocast", [True, False])

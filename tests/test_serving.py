@@ -21,7 +21,7 @@ from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
 from moq_hf.packed.state import served_by
-from moq_hf.servers import GGUF, NAMED, ONNX, SERVERS, SGLANG, TRANSFORMERS, VLLM, VLLM_CPU, Server
+from moq_hf.servers import EXECUTORCH, GGUF, NAMED, ONNX, SERVERS, SGLANG, TRANSFORMERS, VLLM, VLLM_CPU, Server
 from moq_hf.serving import Description, verdict
 from moq_hf.weight_matrix import Kind, to_rows
 from moq_hf.weight_spec import WeightSpec
@@ -76,7 +76,7 @@ def with_layer(name: str, weight: WeightSpec, architecture: str = "LlamaForCausa
     return replace(model, weights={**model.weights, name: weight})
 
 
-@pytest.mark.parametrize("server", [server for server in SERVERS if server is not ONNX])
+@pytest.mark.parametrize("server", [server for server in SERVERS if server not in (ONNX, EXECUTORCH)])
 def test_the_common_grid_is_served(server: Server) -> None:
     found = verdict(described(), server)
     # Nothing was ever run with SGLang.
@@ -105,7 +105,9 @@ def test_the_common_grid_is_served(server: Server) -> None:
 def test_which_servers_take_a_grid(changes: dict[str, Any], refused: set[Server]) -> None:
     """For the other bits there are, the page's table is made: `test_the_page_has_the_servers`."""
     model = with_grid(**changes)
-    assert {server.key for server in SERVERS if verdict(model, server).reasons} == {server.key for server in refused}
+    # ExecuTorch takes no inputs in float.
+    expected = {server.key for server in {*refused, EXECUTORCH}}
+    assert {server.key for server in SERVERS if verdict(model, server).reasons} == expected
 
 
 Q_PROJ = f"{ATTENTION}.q_proj"
@@ -194,6 +196,68 @@ NO_NAMES = "it looks for each expert by its own name"
 def test_why_a_server_refuses_a_model(model: Description, server: Server, text: str) -> None:
     found = " | ".join(verdict(model, server).reasons)
     assert text in found if text else found == ""
+
+
+ASYMMETRIC = InputGrid(8, "per_token", symmetric=False)
+
+
+def for_xnnpack(
+    inputs: InputGrid | None = ASYMMETRIC, scales: str = "bfloat16", full: bool = False, **changes: Any
+) -> Description:
+    weight = weight_of(**changes)
+    weight = replace(weight, inputs=inputs, grid=replace(weight.grid, full=full))
+    return replace(with_layer(f"{ATTENTION}.q_proj", weight), weights={"layer": weight}, scales=scales)
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        ({}, []),
+        ({"size": None}, []),
+        ({"bits": 2, "size": 64}, []),
+        (
+            {"inputs": None},
+            [
+                "it rounds inputs to 8 bits (per_token, asymmetric), which the folder does not",
+                '"symmetric": false}',
+            ],
+        ),
+        ({"inputs": InputGrid(8, "per_token")}, ['"scale": "per_token", "symmetric": false} are served']),
+        ({"full": True}, ["its kernels take positive scales", 'range "narrow" is served']),
+        ({"scales": "float32"}, ['its scales are bfloat16, not float32; scale_dtype "bfloat16" is served']),
+        ({"bits": 8}, ["its kernels take 2, 3 or 4 bits, not 8"]),
+        ({"size": 16}, ["its groups are a multiple of 32, not 16"]),
+        ({"symmetric": False}, ["2, 3 or 4 bits without zero points are served"]),
+    ],
+)
+def test_what_executorch_takes(changes: dict[str, Any], texts: list[str]) -> None:
+    reasons = verdict(for_xnnpack(**changes), EXECUTORCH).reasons
+    assert bool(reasons) == bool(texts) and all(text in " | ".join(reasons) for text in texts)
+
+
+def test_naming_executorch_trains_what_it_takes() -> None:
+    grid = MoQConfig(bits=4, group_size=32, serve=["executorch"]).grid_of("float16")
+    assert (grid.scale_dtype, grid.at(4).is_full) == ("bfloat16", False)
+    assert MoQConfig(bits=4, range="full", serve=["executorch"]).grid.at(4).is_full
+
+
+def test_inputs_that_no_folder_rounds_are_an_error_with_the_reason() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    with pytest.raises(MoQError, match=r"ExecuTorch.*: the folder will have inputs in float, because "):
+        quantize_model(model, "executorch", heads=True)
+
+
+def test_what_executorch_was_tried_with() -> None:
+    document = json.loads((ROOT / "benchmarks" / "results" / "executorch.json").read_text(encoding="utf-8"))
+    models = document["models"].values()
+    assert {model["model"] for model in models} == {*EXECUTORCH.tried.split()}
+    for model in models:
+        assert model["versions"]["executorch"] == EXECUTORCH.version
+        assert model["proof"] == {"agrees": True, "largest_difference": 0.0, "inputs": "rounded"}
+        assert model["largest_difference_of_torchao"] == 0.0
+        assert model["largest_difference"] < 0.01 * model["largest_output"]
+        assert model["layers_outside_xnnpack"] == 0
+        assert model.get("same_tokens") == model.get("tokens")
 
 
 ROUNDED = with_grid(bits=8, size=None, shape=(20, 100), rounded="static")
@@ -373,7 +437,7 @@ def test_words_of_the_config() -> None:
         MoQConfig.from_dict(moq(["vlm"]))
     assert str(caught.value) == (
         'MoQ config: serve: ["vlm"] is not legal; it must be a list of "transformers" or "vllm" or "sglang" or '
-        '"llama.cpp" or "onnxruntime" (did you mean "vllm"?)'
+        '"llama.cpp" or "onnxruntime" or "executorch" (did you mean "vllm"?)'
     )
     assert set(NAMED) <= {server.key for server in SERVERS}
 
@@ -443,7 +507,7 @@ def answers(found: dict[str, Any]) -> dict[str, str]:
 
 def test_four_bits_in_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = written(tmp_path, llama())
-    expected = dict.fromkeys(found, "yes") | {"sglang": "not tried"}
+    expected = dict.fromkeys(found, "yes") | {"sglang": "not tried", "executorch": "no"}
     assert answers(found) == expected
     assert main(["inspect", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.partition("served by\n")[2].splitlines()
@@ -455,6 +519,7 @@ def test_four_bits_in_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "SGLang 0.5.23",
         "llama.cpp by moq-hf export gguf 0.19.0",
         "ONNX Runtime by moq-hf export 1.31.1",
+        "ExecuTorch by examples/executorch 1.5.1",
     ]
     assert lines[1].split("  ")[-1].strip() == "scales are rounded to half precision there"
 
@@ -481,7 +546,7 @@ HEAD = "| server | version | bits | with zero points | groups | columns | rows |
 def row(server: Server) -> str:
     any_of = ["-" if size == 1 else f"multiples of {size}" for size in (server.multiple, server.columns, server.rows)]
     groups = ", ".join(map(str, server.groups)) or any_of[0]
-    bits = [", ".join(map(str, sorted(legal))) for legal in (server.symmetric, server.asymmetric)]
+    bits = [", ".join(map(str, sorted(legal))) or "-" for legal in (server.symmetric, server.asymmetric)]
     bits = [re.sub(r"^(\d+), .* (\d+)$", r"\1 to \2", text) if text.count(",") > 3 else text for text in bits]
     return f"| {' | '.join([server.title, server.version, *bits, groups, *any_of[1:]])} |"
 

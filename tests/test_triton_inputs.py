@@ -146,6 +146,8 @@ def test_what_kernels_do_not_take_is_for_the_observer(monkeypatch: pytest.Monkey
         ours = observer(InputGrid(8, scale))  # type: ignore[arg-type]
         found, expected = triton_inputs.quantize(ours, given, True), ours.quantize(given, True)
         assert found is expected is None or same(found, expected)  # type: ignore[arg-type]
+    ours = observer(InputGrid(8, "per_token", symmetric=False))
+    assert same(triton_inputs.quantize(ours, x[..., :9], True), ours.quantize(x[..., :9], True))  # type: ignore[arg-type]
     ours = observer(InputGrid(8, "static"))
     ours.range = None
     # The range of the call, as long as there is no other.

@@ -306,6 +306,9 @@ def grid_of(
 ) -> InputGrid:
     """How a flavor rounds inputs: for int8 as asked for, else as trained, as far as the flavor can.
 
+    ONNX Runtime's integer product takes one zero point for all tokens, so inputs that were
+    trained with one for each are rounded around zero.
+
     Args:
         flavor: "int8", "nbits" or "qdq".
         trained: The grid in training; None for inputs in float.
@@ -322,6 +325,8 @@ def grid_of(
     if flavor == "qdq":
         grid = InputGrid(8, "static")
         return replace(trained, bits=8) if trained.scale == "static" else grid
+    if trained.scale == "per_token":
+        trained = replace(trained, symmetric=True)
     grid = trained if trained.scale in INT8_SCALES else InputGrid(8, "per_tensor")
     if bits is not None:
         grid = replace(grid, bits=bits)

@@ -38,8 +38,11 @@ def check_served(inventory: Inventory, config: MoQConfig) -> None:
         model = describe(inventory, config, bits)
         for name in config.serve:
             server = NAMED[name]
-            for reason in verdict(model, server).reasons:
-                lines.append(f"  - {server.name}: {reason}")
+            reasons = verdict(model, server).reasons
+            fault = _float_inputs(inventory, config, bits)
+            if server.input_grid and fault:
+                reasons.append(f"the folder will have inputs in float, because {fault}")
+            lines += [f"  - {server.name}: {reason}" for reason in reasons]
     if lines:
         raise MoQError(
             "\n".join(["serve: what these servers cannot take", *dict.fromkeys(lines)])

@@ -168,7 +168,11 @@ def warnings(inventory: Inventory, config: MoQConfig, sizes: ModelSizes) -> list
         notes.append(
             f"{config.spell('activations')} is for linear layers: the inputs of convolutions stay in float"
         )
-    if config.rounds_inputs and config.has_row_groups:
+    if (
+        config.rounds_inputs
+        and config.has_row_groups
+        and "executorch" not in config.serve
+    ):
         notes.append(
             f"{config.spell('activations')}: integer products need one scale per channel, so the int8 export keeps "
             f"layers with a {config.spell('group_size')} weight-only; set {config.spell('groups')} instead, for "

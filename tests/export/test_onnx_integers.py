@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 
 from moq_hf import MoQConfig, MoQError, save_quantized
 from moq_hf.export.compare import SENTENCES, Reference, load_checkpoint
-from moq_hf.export.onnx import _write_model, export_onnx, rounding_of, traced
+from moq_hf.export.onnx import _write_model, export_onnx, grid_of, rounding_of, traced
 from moq_hf.export.onnx_rewrite import (
     GUARD,
     INT8_SCALES,
@@ -292,6 +292,13 @@ def test_the_widest_layers_of_blocks_have_bits_of_their_own(tmp_path: Path) -> N
     rounding = rounding_of(checkpoint, Reference(checkpoint, SENTENCES, 128), "int8", "avx2")
     assert rounding.grid == InputGrid(4, "per_token") and "4 bits, 1 layer otherwise" in str(rounding)
     assert rounding.own == {"bert.encoder.layer.0.output.dense": InputGrid(8, "per_token")}
+
+
+def test_no_file_has_a_zero_point_for_each_token() -> None:
+    trained = InputGrid(4, "per_token", symmetric=False)
+    assert grid_of("int8", trained, None, None) == InputGrid(4, "per_token")
+    assert grid_of("int8", trained, 8, "per_tensor") == InputGrid(8, "per_tensor")
+    assert grid_of("qdq", trained, None, None) == InputGrid(8, "static")
 
 
 @needs_vnni

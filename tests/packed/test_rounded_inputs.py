@@ -31,6 +31,14 @@ def rounding(bits: int = 8, scale: str = "static", **more: Any) -> dict[str, Any
 RANGES = {"symmetric": False, "percentile": 99.0, "window": 3}
 ASYMMETRIC: Any = {"bits": 8, "embeddings": None, "activations": RANGES}
 NARROW: Any = {"bits": 4, "embeddings": None, "activations": {"bits": 4, "scale": "per_token", "wide_bits": 8}}
+TOKENS: Any = {
+    "bits": 4,
+    "group_size": 32,
+    "range": "narrow",
+    "scale_dtype": "bfloat16",
+    "embeddings": None,
+    "activations": {"scale": "per_token", "symmetric": False},
+}
 HALF = rounding(quantize_algo={"scale_dtype": "bfloat16"})
 
 
@@ -57,6 +65,8 @@ def delivered(folder: Path, family: str, task: str, config: Any, dtype: torch.dt
         ("ModernBERT", "masked LM", rounding(), torch.float32, "(W8A8, static)"),
         ("BERT", "sequence classification", ASYMMETRIC, torch.float32, "(W8A8, static, asymmetric)"),
         ("BERT", "sequence classification", NARROW, torch.float32, "(W4A4 and W4A8, per_token)"),
+        ("BERT", "sequence classification", TOKENS, torch.float32, "(W4A8, per_token, asymmetric)"),
+        ("Llama", "causal LM", TOKENS, torch.bfloat16, "(W4A8, per_token, asymmetric)"),
         ("Llama", "causal LM", NARROW | {"scale_dtype": "bfloat16"}, torch.bfloat16, "(W4A4 and W4A8, per_token)"),
         ("Llama", "causal LM", ASYMMETRIC | {"scale_dtype": "bfloat16"}, torch.bfloat16, "(W8A8, static, asymmetric)"),
     ],
@@ -74,7 +84,8 @@ def test_folders_compute_with_rounded_inputs(
     assert f"with inputs rounded to {told}" in " ".join(card.split())
     written = json.loads((tmp_path / "quantized" / "config.json").read_text(encoding="utf-8"))
     has_half_scales = config is HALF or "scale_dtype" in config
-    assert written["dtype"] == ("bfloat16" if has_half_scales else "float32")
+    is_half = has_half_scales and dtype == torch.bfloat16
+    assert written["dtype"] == ("bfloat16" if is_half else "float32")
     assert proof["dtype"] == ("bfloat16" if dtype == torch.bfloat16 else None)
 
 
@@ -141,7 +152,7 @@ def test_where_no_layout_can_be_loaded_the_proof_has_float_activations(tmp_path:
     assert (state["layout"], state["proof"]["inputs"], state["rounds_inputs"]) == ("floats", "float", False)
 
 
-@pytest.fixture(scope="module", params=["static", "per_token", "asymmetric"])
+@pytest.fixture(scope="module", params=["static", "per_token", "asymmetric", "tokens"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint in the middle; not to be changed."""
     # A worker may make it more than once, each time under another number.
@@ -151,7 +162,10 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def config_of(run: Path) -> Any:
-    return ASYMMETRIC if run.name == "asymmetric" else rounding(scale=run.name)
+    asymmetric = {"asymmetric": RANGES, "tokens": TOKENS["activations"]}
+    if run.name in asymmetric:
+        return ASYMMETRIC | {"activations": asymmetric[run.name]}
+    return rounding(scale=run.name)
 
 
 def train(folder: Path, config: Any, resumed: bool = False) -> hf.BertForSequenceClassification:
