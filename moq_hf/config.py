@@ -25,6 +25,7 @@ PRESETS = (
     "w8a8",
     "w4a8",
     "w4a4",
+    "fp8",
     "lm-w4",
     "moq",
     "auto",
@@ -36,6 +37,11 @@ _SCHEMES = {
     "w8a16": "w8",
     "mxfp4": 'format="mxfp4"',
     "nvfp4": 'format="nvfp4"',
+    "fp8_dynamic": "fp8",
+    "fp8-dynamic": "fp8",
+    "float8": "fp8",
+    "w8a8-fp8": "fp8",
+    "w8a8_fp8": "fp8",
 }
 
 

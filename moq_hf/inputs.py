@@ -10,6 +10,9 @@ Rounding is half to even. With b bits and an input x `[..., features]`:
 | static | s = m / (2^(b-1) - 1), m the running range | clip(round(x / s), -2^(b-1), 2^(b-1) - 1) |
 | static, asymmetric | s = (hi - lo) / (2^b - 1), lo <= 0 <= hi the running range | clip(round(x / s + z), -2^(b-1), 2^(b-1) - 1), z = round(-lo / s) - 2^(b-1) |
 
+With format "fp8" per_token and static have s = max abs(x) / 448 and s = m / 448, and their codes are E4M3(clip(x / s,
+-448, 448)), by PyTorch's cast to torch.float8_e4m3fn from the dtype of x / s.
+
 compressed-tensors computes per_token and static in the same way for a delivered model, in its dtypes: per_token in that
 of the input, static in the wider one of the input and the weight. It takes the first two dimensions for batch and
 tokens, so that an input of two dimensions, such as a pooler's, has one scale. per_tensor is float32 whatever the dtype
@@ -80,10 +83,13 @@ def fake_quantize_input(
     if grid.scale == "per_block":
         return _in_blocks(x.float(), grid).to(input.dtype)
     if grid.scale == "per_token":
-        scale = token_scale(x, grid.bits)
+        scale = token_scale(x, grid)
     elif scale is None:
         scale, zero = static_parameters(range_of(x, grid), grid)
     codes = x / scale
+    if grid.format == "fp8":
+        rounded = codes.clamp_(low, high).to(torch.float8_e4m3fn)
+        return rounded.to(codes.dtype).mul_(scale).to(input.dtype)
     if zero is None:
         return codes.round_().clamp_(low, high).mul_(scale).to(input.dtype)
     # compressed-tensors adds before it rounds.
@@ -107,14 +113,14 @@ def _divided(x: Tensor, by: float) -> Tensor:
     return x / torch.full_like(x, by)
 
 
-def token_scale(input: Tensor, bits: int) -> Tensor:
+def token_scale(input: Tensor, grid: InputGrid) -> Tensor:
     """The scale of each token, `[batch, tokens, 1]` for `[batch, tokens, features]`; with fewer dimensions one scale.
 
     The formula is that of compressed-tensors' `calculate_qparams`.
     """
     features = tuple(range(2, input.dim())) or tuple(range(input.dim()))
     largest = input.abs().amax(features, keepdim=True)
-    scale = _divided(largest, ((1 << bits) - 1) / 2)
+    scale = _divided(largest, grid.top)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
@@ -128,10 +134,10 @@ def tensor_scale(input: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def static_scale(
-    largest: Tensor, bits: int, dtype: torch.dtype = torch.float32
+    largest: Tensor, grid: InputGrid, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The scale of symmetric codes that reach `largest`, in its shape, and never 0 in the dtype."""
-    scale = _divided(largest, (1 << bits - 1) - 1)
+    scale = _divided(largest, grid.top)
     return scale.clamp(min=_LEAST.get(dtype, _TINY)).to(dtype)
 
 
@@ -149,7 +155,7 @@ def static_parameters(
         The scale, and for asymmetric codes the zero point in float32, both scalars.
     """
     if grid.symmetric:
-        return static_scale(ends, grid.bits, dtype), None
+        return static_scale(ends, grid, dtype), None
     low, _ = grid.limits()
     below, above = ends
     width = (below + above).clamp(max=LARGEST_RANGE)

@@ -92,7 +92,11 @@ def verdict(model: Description, server: Server) -> Verdict:
     if has_half_scales and model.scales == "float32":
         notes.append("scales are rounded to half precision there")
     rounded = [weight for weight in model.weights.values() if weight.inputs]
-    scales = {weight.inputs.scale for weight in rounded if weight.inputs}
+    scales = {
+        weight.inputs.scale
+        for weight in rounded
+        if weight.inputs and weight.format == "int"
+    }
     if server.inputs and not all(_multiplies(server, weight) for weight in rounded):
         notes.append(server.inputs)
     elif server.has_bytes and "per_token" in scales:
@@ -110,7 +114,10 @@ def verdict(model: Description, server: Server) -> Verdict:
 
 def _multiplies(server: Server, weight: WeightSpec) -> bool:
     """True if a kernel of the server multiplies the codes of a weight with those of its inputs."""
-    return server.has_bytes and weight.multiplies_bytes
+    has_kernel = server.has_bytes
+    if weight.format != "int":
+        has_kernel = weight.format in server.formats
+    return has_kernel and weight.multiplies_bytes
 
 
 def _reasons(model: Description, server: Server) -> list[str]:

@@ -333,7 +333,7 @@ def _form(job: Job, length: int) -> _Form | None:
         symmetric=grid.symmetric,
         stochastic=grid.stochastic,
         blends=blend > 0,
-        stored=codes if precision.is_fp4 else grid.scale_dtype,
+        stored=precision.stored,
         rows=max(1, tile // columns),
         columns=columns,
         warps=max(8, 8 * columns // tile),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoQError
-from ..grid import FP4
+from ..grid import FP4, FP8
 from ..quantizer import Quantized, dequantize, per_weight
 from ..seams.transformers import compress, decompress
 from ..weight_spec import WeightSpec
@@ -15,6 +15,8 @@ from .stored import EncodedWeight, StoredWeight
 
 # Codes are packed into words of 32 bits, or two floats into a byte.
 PACKED = "pack-quantized"
+# A float of 8 bits for each weight.
+FLOATS = "float-quantized"
 
 
 def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
@@ -31,6 +33,7 @@ def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
     | asymmetric, unpacked while loading | channel or group | packed |
     | MXFP4, packed | group, its exponent in a byte | none |
     | NVFP4, packed | tensor_group, scales in E4M3, to be divided by that of the whole tensor | none |
+    | FP8 | channel | none |
 
     Servers take channel and group.
     """
@@ -69,6 +72,9 @@ def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
             half = 2 ** (spec.width - 1)
             zero = per_weight(values.zero_point, (rows, groups)) - half
         parts["weight_zero_point"] = zero.to(torch.int8)
+    if format == FLOATS:
+        args["type"] = "float"
+        parts["weight_scale"] = (scale * FP8.unit).to(spec.scale_dtype)
     if fp4 is not None:
         format = f"{spec.format}-{format}"
         args |= {
@@ -87,7 +93,7 @@ def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
         is_static = spec.inputs.scale == "static"
         scheme["input_activations"] = {
             "num_bits": spec.inputs.bits,
-            "type": "int",
+            "type": "int" if spec.inputs.format == "int" else "float",
             "symmetric": spec.inputs.symmetric,
             "strategy": "tensor" if is_static else "token",
             "dynamic": not is_static,
@@ -122,7 +128,7 @@ def read(stored: StoredWeight) -> Quantized:
     shape = stored.layer.shape
     width = stored.scheme["weights"]["num_bits"]
     is_float = stored.scheme["weights"]["type"] == "float"
-    fp4 = FP4[stored.layer.format] if is_float else None
+    fp4 = FP4.get(stored.layer.format) if is_float else None
     if "weight_packed" in parts:
         # Words have 32 bits; codes that are floats are packed in bytes.
         packed = parts["weight_packed"]
@@ -135,7 +141,8 @@ def read(stored: StoredWeight) -> Quantized:
     if fp4 is None:
         parts = {**parts, "weight_scale": parts["weight_scale"].float()}
     tensors = decompress(parts, stored.scheme)
-    scale = tensors["weight_scale"].float() / (fp4.unit if fp4 else 1.0)
+    unit = (fp4 or FP8).unit if is_float else 1.0
+    scale = tensors["weight_scale"].float() / unit
     zero = tensors.get("weight_zero_point")
     codes = (tensors["weight"] / per_weight(scale, shape)).round().int()
     # A table that took the groups of the linear layers repeats its scales.

@@ -7,7 +7,7 @@ from packaging.version import Version
 
 from ..errors import shortened
 from ..weight_spec import WeightSpec
-from . import floats, gemma, int_quantized, mxfp4, pack_quantized
+from . import float_quantized, floats, gemma, int_quantized, mxfp4, pack_quantized
 from .layout import LayoutSpec
 from .stored import Form
 
@@ -20,13 +20,18 @@ from .stored import Form
 _LAYOUTS = (
     LayoutSpec(
         "packed",
-        forms=(pack_quantized.FORM, int_quantized.FORM, floats.FORM),
+        forms=(
+            float_quantized.FORM,
+            pack_quantized.FORM,
+            int_quantized.FORM,
+            floats.FORM,
+        ),
         needs={"transformers": "5.15.0", "compressed-tensors": "0.17.0"},
         has_inputs=True,
     ),
     LayoutSpec(
         "unpacked",
-        forms=(pack_quantized.FORM, floats.FORM),
+        forms=(float_quantized.FORM, pack_quantized.FORM, floats.FORM),
         needs={"transformers": "5.23.0", "compressed-tensors": "0.18.0"},
         unpacks=True,
         delivered="unpacked while loading",
@@ -75,7 +80,8 @@ def needs_of(layout: LayoutSpec, placed: Collection[WeightSpec]) -> dict[str, st
     """
     if not any(spec.has_codes for spec in placed):
         layout = LAYOUTS["floats"]
-    packed = [spec for spec in placed if spec.stored == pack_quantized.FORM.name]
+    of_floats = {pack_quantized.FORM.name, float_quantized.FORM.name}
+    packed = [spec for spec in placed if spec.stored in of_floats]
     if any(spec.format != "int" for spec in packed):
         return FP4_NEEDS
     needs = dict(layout.needs)
