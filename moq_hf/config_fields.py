@@ -972,15 +972,15 @@ class ConfigFields:
         if self.format != "fp8":
             return
         if self.scale == "mse":
-            yield f"{spell('scale')}: fp8 has steps that follow the weight, so nothing is gained by clipping; leave it out"
+            yield f"{spell('scale')}: mse would clip, which gains nothing with the steps of fp8; leave it out"
         if self.train == "scales":
-            yield f'{spell("train")}: "scales" is for grids of equal steps, or of 4 bits; fp8 trains the weights: leave it out'
+            yield f'{spell("train")}: "scales" is for integers and floats of 4 bits; leave it out'
         for section in self.activation_sections:
             widths = {section.bits, section.wide_bits or 8}
             is_known = section.scale in ("per_token", "static") and section.symmetric
             if section.enabled and not (is_known and widths == {8}):
                 yield (
-                    f"{spell('activations')}: inputs beside fp8 weights are E4M3 as well, of 8 bits, symmetric, per_token or "
+                    f"{spell('activations')}: inputs beside fp8 weights are E4M3 too, 8 bits, symmetric, per_token or "
                     f"static, not {section.in_words}; leave out what differs"
                 )
                 return

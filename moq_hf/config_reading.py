@@ -151,10 +151,7 @@ def _with_defaults(
     # An unknown format is reported later.
     own = FLOATS.get(str(values.get("format")))
     if own is not None:
-        implied = {"bits": own.bits, "group_size": own.group_size}
-        if own.group_size is None:
-            implied["groups"] = "per_channel"
-        values = implied | values
+        values = {"bits": own.bits, **own.grouping} | values
     if language != "keywords":
         values = dialect.DEFAULTS | values
     if language == dialect.SECTION:

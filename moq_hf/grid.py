@@ -7,7 +7,7 @@ layer are rounded, as defined in `inputs`.
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 MAX_BITS = 16
 # "auto" searches clipping ratios at these bits and below, where clipping pays.
@@ -58,6 +58,13 @@ class FloatFormat(NamedTuple):
     strategy: str
     scale_dtype: str | None
     largest: float = math.inf
+
+    @property
+    def grouping(self) -> dict[str, Any]:
+        """The config's key for the weights that share a scale, with its value."""
+        if self.group_size is None:
+            return {"groups": "per_channel"}
+        return {"group_size": self.group_size}
 
     @property
     def in_words(self) -> str:

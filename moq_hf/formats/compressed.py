@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoQError
-from ..grid import FP4, FP8
+from ..grid import FP4, FP8, InputGrid
 from ..quantizer import Quantized, dequantize, per_weight
 from ..seams.transformers import compress, decompress
 from ..weight_spec import WeightSpec
@@ -72,17 +72,14 @@ def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
             half = 2 ** (spec.width - 1)
             zero = per_weight(values.zero_point, (rows, groups)) - half
         parts["weight_zero_point"] = zero.to(torch.int8)
-    if format == FLOATS:
-        args["type"] = "float"
-        parts["weight_scale"] = (scale * FP8.unit).to(spec.scale_dtype)
+    own = FP8 if format == FLOATS else fp4
+    if own is not None:
+        args |= {"type": "float", "strategy": own.strategy}
+        scale = scale * own.unit
+        parts["weight_scale"] = scale if fp4 else scale.to(spec.scale_dtype)
     if fp4 is not None:
         format = f"{spec.format}-{format}"
-        args |= {
-            "type": "float",
-            "strategy": fp4.strategy,
-            "scale_dtype": fp4.scale_dtype,
-        }
-        parts["weight_scale"] = scale * fp4.unit
+        args["scale_dtype"] = fp4.scale_dtype
         if spec.format == "nvfp4":
             parts["weight_global_scale"] = torch.tensor([fp4.unit / 2], device="cpu")
     scheme = {"weights": args, "format": format}
@@ -90,19 +87,23 @@ def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
         return EncodedWeight(_compress_matrices(parts, scheme, spec.matrices), scheme)
     parts = compress(parts, scheme)
     if spec.inputs is not None:
-        is_static = spec.inputs.scale == "static"
-        scheme["input_activations"] = {
-            "num_bits": spec.inputs.bits,
-            "type": "int" if spec.inputs.format == "int" else "float",
-            "symmetric": spec.inputs.symmetric,
-            "strategy": "tensor" if is_static else "token",
-            "dynamic": not is_static,
-        }
+        scheme["input_activations"] = _input_args(spec.inputs)
         if spec.input_scale is not None:
             parts["input_scale"] = spec.input_scale
         if spec.input_zero_point is not None:
             parts["input_zero_point"] = spec.input_zero_point
     return EncodedWeight(parts, scheme)
+
+
+def _input_args(inputs: InputGrid) -> dict[str, Any]:
+    is_static = inputs.scale == "static"
+    return {
+        "num_bits": inputs.bits,
+        "type": "int" if inputs.format == "int" else "float",
+        "symmetric": inputs.symmetric,
+        "strategy": "tensor" if is_static else "token",
+        "dynamic": not is_static,
+    }
 
 
 def _compress_matrices(

@@ -11,7 +11,7 @@ from .stored import EncodedWeight, Form
 
 
 def fits(spec: WeightSpec) -> bool:
-    """True for FP8 weights, if all layers that are unpacked while loading have them, and the files a place for experts."""
+    """True for FP8 weights if the files have a place for experts, and layers unpacked while loading are all FP8."""
     has_place = spec.kind in ("linear", "embedding")
     if is_experts(spec.kind):
         has_place = spec.matrices is not None

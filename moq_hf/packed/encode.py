@@ -124,9 +124,7 @@ class Encoder:
         self.widths = {spec.width for spec in coded}
         self.dtypes = {dtype_name(spec.dtype) for spec in coded}
         scales = {
-            dtype_name(spec.scale_dtype)
-            for spec in coded
-            if spec.format not in FP4
+            dtype_name(spec.scale_dtype) for spec in coded if spec.format not in FP4
         }
         # Packed modules load their scales in the model's dtype, and a narrower one would
         # round them. Weights that are unpacked while loading are cast once, afterwards.
