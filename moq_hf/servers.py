@@ -50,7 +50,7 @@ class Server:
         repacks: Whether moq_hf writes its file, in which everything on a grid becomes
             codes.
         has_bytes: Whether one of its kernels multiplies 8 bits by 8 bits, per channel,
-            whatever the other fields say.
+            integers as well as floats, whatever the other fields say.
         inputs: What it does with rounded inputs if it does not multiply like that.
         formats: Kinds of codes.
         classes: A pattern for the names of classes, in which there may then be no
@@ -135,7 +135,7 @@ TRANSFORMERS = Server(
     half_scales=False,
 )
 # Groups other than 32, 64 and 128, and bits other than 4 and 8, run on its Humming
-# kernels. MXFP4 and NVFP4 follow its source: neither was run.
+# kernels. MXFP4, NVFP4 and FP8 follow its source: none was run.
 VLLM = Server(
     "vllm",
     "vLLM, CUDA",

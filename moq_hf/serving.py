@@ -115,8 +115,8 @@ def verdict(model: Description, server: Server) -> Verdict:
 def _multiplies(server: Server, weight: WeightSpec) -> bool:
     """True if a kernel of the server multiplies the codes of a weight with those of its inputs."""
     has_kernel = server.has_bytes
-    if weight.format != "int":
-        has_kernel = weight.format in server.formats
+    if weight.format == "fp8":
+        has_kernel |= "fp8" in server.formats
     return has_kernel and weight.multiplies_bytes
 
 
@@ -178,6 +178,12 @@ def _faults(
             "it takes these layers in float, whatever the checkpoint holds",
             None,
             "name them in modules_to_not_convert, beside the output heads",
+        )
+    if server.fuses and weight.format == "fp8" and ".experts." in name:
+        yield (
+            "it takes experts in fp8 only with rounded inputs, which experts do not have",
+            None,
+            "name them in modules_to_not_convert",
         )
     is_packed = weight.has_codes and weight.kind != "embedding"
     has_codes = weight.bits != FLOAT_BITS if server.repacks else is_packed

@@ -89,7 +89,8 @@ def test_a_config_is_made_of_whatever_load_takes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["w5", "W4", "none.json", "moq_w4"])
 def test_an_unknown_preset_lists_them(name: str) -> None:
     with pytest.raises(
-        MoQConfigError, match=f"{name}: No such file .*; the presets are w8, w4, w3, w2, w8a8, w4a8, w4a4, lm-w4, moq"
+        MoQConfigError,
+        match=f"{name}: No such file .*; the presets are w8, w4, w3, w2, w8a8, w4a8, w4a4, fp8, lm-w4, moq",
     ):
         MoQCallback(name)
 

@@ -75,13 +75,10 @@ def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
     own = FP8 if format == FLOATS else fp4
     if own is not None:
         args |= {"type": "float", "strategy": own.strategy}
-        scale = scale * own.unit
-        parts["weight_scale"] = scale if fp4 else scale.to(spec.scale_dtype)
+        parts |= _float_scales(scale * own.unit, spec)
     if fp4 is not None:
         format = f"{spec.format}-{format}"
         args["scale_dtype"] = fp4.scale_dtype
-        if spec.format == "nvfp4":
-            parts["weight_global_scale"] = torch.tensor([fp4.unit / 2], device="cpu")
     scheme = {"weights": args, "format": format}
     if spec.matrices is not None:
         return EncodedWeight(_compress_matrices(parts, scheme, spec.matrices), scheme)
@@ -93,6 +90,16 @@ def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
         if spec.input_zero_point is not None:
             parts["input_zero_point"] = spec.input_zero_point
     return EncodedWeight(parts, scheme)
+
+
+def _float_scales(scale: Tensor, spec: WeightSpec) -> dict[str, Tensor]:
+    if spec.format == "fp8":
+        return {"weight_scale": scale.to(spec.scale_dtype)}
+    parts = {"weight_scale": scale}
+    if spec.format == "nvfp4":
+        whole = FP4["nvfp4"].unit / 2
+        parts["weight_global_scale"] = torch.tensor([whole], device="cpu")
+    return parts
 
 
 def _input_args(inputs: InputGrid) -> dict[str, Any]:

@@ -363,7 +363,7 @@ def served_by(directory: str | os.PathLike[str]) -> list[serving.Verdict]:
             # One group fills a row.
             grid = replace(grid, grouping=trained.grouping)
         is_rounded = state["rounds_inputs"] and layer.kind == "linear"
-        inputs = trained.of(name).activations.grid
+        inputs = trained.input_grid_of(name, ())
         scheme = groups.get(layer.group or "", {}).get("input_activations")
         if inputs is not None and scheme is not None:
             inputs = replace(inputs, bits=scheme["num_bits"])
