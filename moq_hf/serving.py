@@ -179,22 +179,11 @@ def _faults(
             None,
             "name them in modules_to_not_convert, beside the output heads",
         )
-    if server.fuses and weight.format == "fp8" and ".experts." in name:
-        yield (
-            "it takes experts in fp8 only with rounded inputs, which experts do not have",
-            None,
-            "name them in modules_to_not_convert",
-        )
     is_packed = weight.has_codes and weight.kind != "embedding"
     has_codes = weight.bits != FLOAT_BITS if server.repacks else is_packed
     if not has_codes or _multiplies(server, weight):
         return
-    if weight.format not in server.formats:
-        yield (
-            f"it does not take {weight.format}",
-            None,
-            'format "int" is served',
-        )
+    yield from _format_faults(name, weight, server)
     legal = server.symmetric if weight.symmetric else server.asymmetric
     bits = weight.bits if server.repacks else weight.width
     if bits not in legal:
@@ -215,6 +204,16 @@ def _faults(
         yield _sizes("columns (in_features)", multiple, columns)
     if rows % server.rows:
         yield _sizes("rows (out_features)", server.rows, rows)
+
+
+def _format_faults(
+    name: str, weight: WeightSpec, server: Server
+) -> Iterator[tuple[str, None, str]]:
+    if weight.format not in server.formats:
+        yield f"it does not take {weight.format}", None, 'format "int" is served'
+    elif server.fuses and weight.format == "fp8" and ".experts." in name:
+        text = "it takes experts in fp8 only with rounded inputs, which experts do not have"
+        yield text, None, "name them in modules_to_not_convert"
 
 
 def _sizes(what: str, multiple: int, count: int) -> tuple[str, int, str]:

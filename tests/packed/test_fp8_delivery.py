@@ -137,9 +137,12 @@ def test_what_has_no_place_in_the_files_is_floats_on_the_grid(
     assert {(layer.stored, layer.format) for layer in found.layers.values()} == {("dense", "fp8")}
 
 
-def test_experts_have_no_rounded_inputs() -> None:
+def test_experts_have_no_rounded_inputs_without_which_servers_do_not_take_them() -> None:
     with pytest.raises(MoQError, match="the inputs of experts cannot be quantized"):
         quantize_model(MODELS["Mixtral"](), "fp8")
+    with pytest.raises(MoQError, match="it takes experts in fp8 only with rounded inputs"):
+        quantize_model(MODELS["Mixtral"](), format="fp8", serve=["vllm"])
+    quantize_model(MODELS["Mixtral"](), format="fp8", serve=["vllm"], modules_to_not_convert=["experts"])
 
 
 def test_servers_take_it_and_exports_say_that_they_do_not(tmp_path: Path) -> None:
@@ -149,7 +152,7 @@ def test_servers_take_it_and_exports_say_that_they_do_not(tmp_path: Path) -> Non
     for export, key in ((export_gguf, "llama.cpp"), (export_onnx, "onnxruntime")):
         assert "it does not take fp8" in answers[key].reasons[0]
         more = {"converter": tmp_path / "convert_hf_to_gguf.py"} if key == "llama.cpp" else {}
-        with pytest.raises(MoQError, match='it does not take fp8 .*; format "int" is served'):
+        with pytest.raises(MoQError, match=r'it does not take fp8 .*; format "int" is served'):
             export(tmp_path / "saved", tmp_path / "out", **more)  # type: ignore[operator]
-    with pytest.raises(MoQError, match="llama.cpp by moq-hf export gguf .*: it does not take fp8"):
+    with pytest.raises(MoQError, match=r"llama.cpp by moq-hf export gguf .*: it does not take fp8"):
         quantize_model(MODELS["Llama"](), "fp8", serve=["llama.cpp"])
