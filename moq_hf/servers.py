@@ -135,7 +135,7 @@ TRANSFORMERS = Server(
     half_scales=False,
 )
 # Groups other than 32, 64 and 128, and bits other than 4 and 8, run on its Humming
-# kernels. MXFP4, NVFP4 and FP8 follow its source: none was run.
+# kernels. MXFP4, NVFP4 and FP8 follow its source: none was run, but for FP8 on a CPU.
 VLLM = Server(
     "vllm",
     "vLLM, CUDA",
