@@ -209,11 +209,12 @@ def _faults(
 def _format_faults(
     name: str, weight: WeightSpec, server: Server
 ) -> Iterator[tuple[str, None, str]]:
+    instead = 'format "int" is served'
     if weight.format not in server.formats:
-        yield f"it does not take {weight.format}", None, 'format "int" is served'
+        yield f"it does not take {weight.format}", None, instead
     elif server.fuses and weight.format == "fp8" and ".experts." in name:
         text = "it takes experts in fp8 only with rounded inputs, which experts do not have"
-        yield text, None, "name them in modules_to_not_convert"
+        yield text, None, instead
 
 
 def _sizes(what: str, multiple: int, count: int) -> tuple[str, int, str]:
