@@ -26,6 +26,7 @@ PRESETS = (
     "w4a8",
     "w4a4",
     "executorch",
+    "fp8",
     "lm-w4",
     "moq",
     "auto",
@@ -37,6 +38,11 @@ _SCHEMES = {
     "w8a16": "w8",
     "mxfp4": 'format="mxfp4"',
     "nvfp4": 'format="nvfp4"',
+    "fp8_dynamic": "fp8",
+    "fp8-dynamic": "fp8",
+    "float8": "fp8",
+    "w8a8-fp8": "fp8",
+    "w8a8_fp8": "fp8",
 }
 
 

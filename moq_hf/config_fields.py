@@ -34,8 +34,7 @@ from pydantic_core.core_schema import literal_schema
 from .dialect import word
 from .errors import either, show, show_key
 from .grid import (
-    FP4,
-    FP4_BITS,
+    FLOATS,
     Format,
     Grid,
     Grouping,
@@ -512,7 +511,8 @@ class ConfigFields:
     format: Annotated[
         Format,
         key(
-            "what codes of 4 bits are; `mxfp4` has groups of 32, `nvfp4` of 16, and neither another target"
+            "what codes are; `mxfp4` has 4 bits in groups of 32, `nvfp4` in groups of 16, `fp8` 8 bits per channel "
+            "(E4M3, rounded inputs too), and none of them another target"
         ),
     ] = "int"
     pack_bits: Annotated[
@@ -730,6 +730,8 @@ class ConfigFields:
         """
         section = self.of(layer).activations
         grid = section.grid
+        if grid is not None and self.format == "fp8":
+            return replace(grid, format="fp8")
         if grid is None or section.wide_bits is None or layer not in wide:
             return grid
         return replace(grid, bits=section.wide_bits)
@@ -829,6 +831,9 @@ class ConfigFields:
         # Plain transformers unpacks 4-bit floats only in a bfloat16 model.
         if {"vllm", "sglang"} & {*self.serve} or self.format != "int":
             served = "float16" if dtype == "float16" else "bfloat16"
+        if self.format == "fp8":
+            # Servers keep its scales in float32, and plain transformers in the model's dtype.
+            served = cast(ScaleDtype, "float32" if dtype == "float64" else dtype)
         is_full = None if self.range == "auto" else self.range == "full"
         if "executorch" in self.serve:
             # XNNPACK's kernel takes no negative scales.
@@ -898,6 +903,7 @@ class ConfigFields:
                 "where bits begin to fall; make it later, or the offset earlier"
             )
         yield from self._bits_conflicts(spell)
+        yield from self._format_conflicts(spell)
         yield from self._scales_conflicts(spell)
         yield from self._input_conflicts(spell("activations"))
         yield from self._override_conflicts(spell)
@@ -937,17 +943,21 @@ class ConfigFields:
                 )
 
     def _bits_conflicts(self, spell: Speller) -> Iterator[str]:
-        own = FP4.get(self.format)
+        own = FLOATS.get(self.format)
         if own is not None and self.pack_bits is not None:
             yield (
                 f"{spell('pack_bits')}: codes of {self.format} have their own containers; leave it out"
             )
             return
-        given = self.targets, self.group_size, self.symmetric
-        if own is not None and given != ((FP4_BITS,), own.group_size, True):
+        given = self.targets, self.grouping.row_size, self.symmetric
+        in_blocks = isinstance(self.grouping, RowBlocks)
+        if own is not None and (
+            in_blocks or given != ((own.bits,), own.group_size, True)
+        ):
+            groups = spell("groups" if in_blocks else "group_size")
             yield (
-                f"{spell('format')}: {self.format} is symmetric, of {FP4_BITS} bits in groups of {own.group_size}; "
-                f"leave out {spell('bits')}, {spell('group_size')} and {spell('q_type')}, or a preset with others"
+                f"{spell('format')}: {self.format} is {own.in_words}; "
+                f"leave out {spell('bits')}, {groups} and {spell('q_type')}, or a preset with others"
             )
             return
         fault = (
@@ -966,6 +976,25 @@ class ConfigFields:
                 f"{spell('rounding')}: stochastic needs equal steps, which {self.q_type} grids of {least} bits do not "
                 f"have; set it to nearest, or {spell('bits')} to 3 or more"
             )
+
+    def _format_conflicts(self, spell: Speller) -> Iterator[str]:
+        if self.format != "int" and self.range == "full":
+            yield f"{spell('range')}: full is for integers, and codes of {self.format} are floats; leave it out"
+        if self.format != "fp8":
+            return
+        if self.scale == "mse":
+            yield f"{spell('scale')}: mse would clip, which gains nothing with the steps of fp8; leave it out"
+        if self.train == "scales":
+            yield f'{spell("train")}: "scales" is for integers and floats of 4 bits; leave it out'
+        for section in self.activation_sections:
+            widths = {section.bits, section.wide_bits or 8}
+            is_known = section.scale in ("per_token", "static") and section.symmetric
+            if section.enabled and not (is_known and widths == {8}):
+                yield (
+                    f"{spell('activations')}: inputs beside fp8 weights are E4M3 too, 8 bits, symmetric, per_token or "
+                    f"static, not {section.in_words}; leave out what differs"
+                )
+                return
 
     def _scales_conflicts(self, spell: Speller) -> Iterator[str]:
         if self.train == "weights":

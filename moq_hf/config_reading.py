@@ -22,7 +22,7 @@ from .config_fields import (
 )
 from .dialect import Place, by_section
 from .errors import MOST_FAULTS, MoQConfigError, show, show_key
-from .grid import FP4, FP4_BITS
+from .grid import FLOATS
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +149,9 @@ def _with_defaults(
     if any(given.get(name) is not None for name in _GROUPS):
         values = {n: v for n, v in values.items() if n not in _GROUPS or n in given}
     # An unknown format is reported later.
-    fp4 = FP4.get(str(values.get("format")))
-    if fp4 is not None:
-        values = {"bits": FP4_BITS, "group_size": fp4.group_size} | values
+    own = FLOATS.get(str(values.get("format")))
+    if own is not None:
+        values = {"bits": own.bits, **own.grouping} | values
     if language != "keywords":
         values = dialect.DEFAULTS | values
     if language == dialect.SECTION:

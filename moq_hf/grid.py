@@ -7,7 +7,7 @@ layer are rounded, as defined in `inputs`.
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 MAX_BITS = 16
 # "auto" searches clipping ratios at these bits and below, where clipping pays.
@@ -20,43 +20,75 @@ MOST_FULL_BITS = 4
 Search = Literal["auto", "absmax", "mse"]
 # The dtype that a scale is rounded to; it is still held as float32.
 ScaleDtype = Literal["float32", "bfloat16", "float16"]
-# The kind of codes of 4 bits: integers, or floats in two formats that servers know.
-Format = Literal["int", "mxfp4", "nvfp4"]
-FP4_BITS = 4
+# The kind of codes: integers, or floats of 4 or 8 bits in formats that servers know.
+Format = Literal["int", "mxfp4", "nvfp4", "fp8"]
 # Which inputs of a layer share a scale: those of a token, of a call, of a block of features, or all of them forever.
 InputScale = Literal["per_token", "per_tensor", "per_block", "static"]
 # The most inputs that share a scale per block, and the fewest in ONNX Runtime's kernels.
 INPUT_BLOCK = 128
 LEAST_INPUT_BLOCK = 32
+# The largest number of E4M3, to which inputs of FP8 are scaled.
+LARGEST_E4M3 = 448
 # A size of a linear layer.
 Axis = Literal["out_features", "in_features"]
 
 
-class Fp4(NamedTuple):
-    """A format whose codes are the numbers of E2M1; here they are twice those, see `quantizer`.
+class FloatFormat(NamedTuple):
+    """A format whose codes are floats, here multiplied to integers, see `quantizer`.
 
     Attributes:
-        group_size: Consecutive weights of a row that share a scale.
+        bits: The bits of a code.
+        group_size: Consecutive weights of a row that share a scale; None: a row does.
+        parts: Codes between a power of two and the next one; those below it are 1 apart.
+        high: The largest code.
         top: The code by which a group's largest weight is divided for its scale.
-        unit: The factor of a scale in the files, in which codes are half of these and
-            the whole tensor of NVFP4 has a scale of 2^-7.
+        unit: The factor of a scale in the files, in which the whole tensor of NVFP4 has
+            a scale of 2^-7.
         strategy: The name in compressed-tensors for the weights that share a scale.
-        scale_dtype: The dtype of scales in the files.
-        largest: The largest weight: 6 times the largest scale.
+        scale_dtype: The dtype of scales in the files; None leaves it to the grid.
+        largest: The largest weight.
     """
 
-    group_size: int
+    bits: int
+    group_size: int | None
+    parts: int
+    high: int
     top: int
     unit: float
     strategy: str
-    scale_dtype: str
-    largest: float
+    scale_dtype: str | None
+    largest: float = math.inf
+
+    @property
+    def grouping(self) -> dict[str, Any]:
+        """The config's key for the weights that share a scale, with its value."""
+        if self.group_size is None:
+            return {"groups": "per_channel"}
+        return {"group_size": self.group_size}
+
+    @property
+    def in_words(self) -> str:
+        """The grid that goes with it.
+
+        >>> [own.in_words for own in FLOATS.values()][1:]
+        ['symmetric, of 4 bits in groups of 16', 'symmetric, of 8 bits per channel']
+        """
+        groups = f"in groups of {self.group_size}" if self.group_size else "per channel"
+        return f"symmetric, of {self.bits} bits {groups}"
 
 
-FP4: dict[str, Fp4] = {
-    "mxfp4": Fp4(32, 8, 2.0, "group", "torch.uint8", math.inf),
-    "nvfp4": Fp4(16, 12, 2.0**8, "tensor_group", "torch.float8_e4m3fn", 21.0),
+# Codes are twice the numbers of E2M1. The largest weight of NVFP4 is 6 times the largest
+# scale.
+FP4: dict[str, FloatFormat] = {
+    "mxfp4": FloatFormat(4, 32, 2, 12, 8, 2.0, "group", "torch.uint8"),
+    "nvfp4": FloatFormat(
+        4, 16, 2, 12, 12, 2.0**8, "tensor_group", "torch.float8_e4m3fn", 21.0
+    ),
 }
+# Codes are 512 times the numbers of E4M3.
+_LAST = LARGEST_E4M3 * 512
+FP8 = FloatFormat(8, None, 8, _LAST, _LAST, 512.0, "channel", None)
+FLOATS: dict[str, FloatFormat] = {**FP4, "fp8": FP8}
 
 
 @dataclass(frozen=True)
@@ -152,12 +184,12 @@ class Precision(NamedTuple):
         grid: How a weight is quantized, whatever its bit width is.
         bits: The bit width.
         format: Kind of codes.
-        is_fp4: Whether codes are floats.
+        is_float: Whether codes are floats.
         is_full: Whether scales have a sign: those of a full grid have, except at one bit,
             which is binary.
         is_uniform: Whether a code is a rounded quotient, so that clipping and
             stochastic rounding make sense.
-        low: The least code; those of floats are twice their values.
+        low: The least code; those of floats are multiplied to integers.
         high: The largest code.
         top: The code by which the largest weight of a group is divided for its scale:
             MXFP4's is a power of two.
@@ -171,7 +203,7 @@ class Precision(NamedTuple):
     >>> [(own.low, own.high, own.top, own.reach) for own in (narrow, full, unsigned)]
     [(-7, 7, 7, 7), (-8, 7, -8, 8), (0, 15, 15, 15)]
     >>> fp4 = Grid(PerGroup(32), format="mxfp4")
-    >>> fp4.at(4).high, fp4.at(4).top, fp4.at(4).is_fp4, fp4.at(8).is_fp4
+    >>> fp4.at(4).high, fp4.at(4).top, fp4.at(4).is_float, fp4.at(8).is_float
     (12, 8, True, False)
     >>> [Grid(full=None).at(bits).is_full for bits in (1, 2, 4, 5)]
     [False, True, True, False]
@@ -184,7 +216,7 @@ class Precision(NamedTuple):
     grid: "Grid"
     bits: int
     format: Format
-    is_fp4: bool
+    is_float: bool
     is_full: bool
     is_uniform: bool
     low: int
@@ -193,6 +225,20 @@ class Precision(NamedTuple):
     reach: int
     searches: bool
     clips: bool
+
+    @property
+    def stored(self) -> str:
+        """How the kernels round scales: to the grid's dtype, or as the format has it.
+
+        >>> [Grid(PerChannel(), scale_dtype="float16", format=own).at(8).stored for own in ("int", "fp8")]
+        ['float16', 'fp8-float16']
+        """
+        if self.format in FP4:
+            return self.format
+        dtype = self.grid.scale_dtype
+        # In any other dtype, a power of two before rounding makes no difference.
+        is_shifted = self.format == "fp8" and dtype == "float16"
+        return f"fp8-{dtype}" if is_shifted else dtype
 
     def check(self) -> None:
         """Check that the grid exists at the bit width.
@@ -231,8 +277,9 @@ class Grid:
             the largest weight. This holds from 2 bits on; 1 bit is binary. None means
             only at 2 to 4 bits.
         scale_dtype: The dtype to which each scale is rounded before codes are computed.
-        format: Kind of codes of 4 bits; at other bits they are integers. "mxfp4" needs
-            symmetric groups of 32, "nvfp4" of 16, and both have their own scales.
+        format: Kind of codes at the bits of the format; at others they are integers.
+            "mxfp4" needs symmetric groups of 32, "nvfp4" of 16, and both have their own
+            scales; "fp8" needs symmetric rows.
 
     >>> Grid(PerGroup(4)).shape(12, 8)
     (12, 2)
@@ -265,15 +312,17 @@ class Grid:
         return made
 
     def _resolved(self, bits: int) -> Precision:
-        format = self.format if bits == FP4_BITS else "int"
-        is_int = format == "int"
+        own = FLOATS.get(self.format)
+        if own is not None and own.bits != bits:
+            own = None
+        is_int = own is None
         is_full = bits <= MOST_FULL_BITS if self.full is None else self.full
         is_full = is_full and self.symmetric and bits > 1 and is_int
         high = 2 ** (bits - 1) - 1
         low = -high - is_full
         top = low if is_full else high
-        if not is_int:
-            low, high, top = -12, 12, FP4[format].top
+        if own is not None:
+            low, high, top = -own.high, own.high, own.top
         elif not self.symmetric:
             low, high = 0, 2**bits - 1
             top = high
@@ -286,8 +335,8 @@ class Grid:
         return Precision(
             grid=self,
             bits=bits,
-            format=format,
-            is_fp4=not is_int,
+            format="int" if is_int else self.format,
+            is_float=not is_int,
             is_full=is_full,
             is_uniform=is_uniform,
             low=low,
@@ -316,6 +365,7 @@ class InputGrid:
             100.
         window: Optimizer steps that a static range is the mean of; None gives the newest
             step a share of 0.01.
+        format: Kind of codes: "int", or "fp8" for symmetric ones of 8 bits.
 
     >>> InputGrid(8, "per_token").limits(), InputGrid(8, "per_tensor").limits(), InputGrid(7, "static").limits()
     ((-128, 127), (0, 255), (-64, 63))
@@ -327,15 +377,30 @@ class InputGrid:
     symmetric: bool = True
     percentile: float = 100.0
     window: int | None = None
+    format: Format = "int"
 
     @property
     def in_words(self) -> str:
-        """What shares a scale, for messages.
+        """What shares a scale, and what codes are, for messages.
 
         >>> InputGrid(8, "static", symmetric=False).in_words
         'static, asymmetric'
         """
-        return self.scale + ", asymmetric" * (not self.symmetric)
+        kind = ", E4M3" * (self.format == "fp8")
+        return self.scale + ", asymmetric" * (not self.symmetric) + kind
+
+    @property
+    def top(self) -> float:
+        """The code of the largest input where codes are symmetric.
+
+        >>> InputGrid(8, "per_token").top, InputGrid(8, "static").top, InputGrid(8, "static", format="fp8").top
+        (127.5, 127, 448)
+        """
+        if self.format == "fp8":
+            return LARGEST_E4M3
+        if self.scale == "per_token":
+            return ((1 << self.bits) - 1) / 2
+        return (1 << self.bits - 1) - 1
 
     def beside(self, columns: int, scales: int) -> "InputGrid":
         """The grid for the inputs of a layer whose weight has this many columns, and scales in a row.
@@ -358,6 +423,8 @@ class InputGrid:
 
     def limits(self) -> tuple[int, int]:
         """The least and the largest code."""
+        if self.format == "fp8":
+            return -LARGEST_E4M3, LARGEST_E4M3
         most = (1 << self.bits - 1) - 1
         if self.scale == "per_tensor":
             return 0, 2 * most + 1

@@ -11,6 +11,9 @@ Rounding is half to even. With b bits and an input x `[..., features]`:
 | static | s = m / (2^(b-1) - 1), m the running range | clip(round(x / s), -2^(b-1), 2^(b-1) - 1) |
 | static, asymmetric | s = (hi - lo) / (2^b - 1), lo <= 0 <= hi the running range | clip(round(x / s + z), -2^(b-1), 2^(b-1) - 1), z = round(-lo / s) - 2^(b-1) |
 
+With format "fp8" per_token and static have s = max abs(x) / 448 and s = m / 448, and their codes are E4M3(clip(x / s,
+-448, 448)), by PyTorch's cast to torch.float8_e4m3fn from the dtype of x / s.
+
 compressed-tensors computes per_token and static in the same way for a delivered model, in its dtypes: per_token in that
 of the input, static in the wider one of the input and the weight. It takes the first two dimensions for batch and
 tokens, so that an input of two dimensions, such as a pooler's, has one scale. XNNPACK computes the same scale and zero
@@ -86,6 +89,9 @@ def fake_quantize_input(
     elif scale is None:
         scale, zero = static_parameters(range_of(x, grid), grid)
     codes = x / scale
+    if grid.format == "fp8":
+        rounded = codes.clamp_(low, high).to(torch.float8_e4m3fn)
+        return rounded.to(codes.dtype).mul_(scale).to(input.dtype)
     if zero is None:
         return codes.round_().clamp_(low, high).mul_(scale).to(input.dtype)
     # compressed-tensors adds before it rounds.
@@ -119,13 +125,12 @@ def token_parameters(input: Tensor, grid: InputGrid) -> tuple[Tensor, Tensor | N
         all inputs have one scale.
     """
     features = tuple(range(2, input.dim())) or tuple(range(input.dim()))
-    steps = (1 << grid.bits) - 1
     if grid.symmetric:
-        scale = _divided(input.abs().amax(features, keepdim=True), steps / 2)
+        scale = _divided(input.abs().amax(features, keepdim=True), grid.top)
     else:
         below = input.amin(features, keepdim=True).clamp(max=0.0)
         above = input.amax(features, keepdim=True).clamp(min=0.0)
-        scale = _divided(above - below, steps)
+        scale = _divided(above - below, (1 << grid.bits) - 1)
     scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
     if grid.symmetric:
         return scale, None
@@ -143,10 +148,10 @@ def tensor_scale(input: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def static_scale(
-    largest: Tensor, bits: int, dtype: torch.dtype = torch.float32
+    largest: Tensor, grid: InputGrid, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The scale of symmetric codes that reach `largest`, in its shape, and never 0 in the dtype."""
-    scale = _divided(largest, (1 << bits - 1) - 1)
+    scale = _divided(largest, grid.top)
     return scale.clamp(min=_LEAST.get(dtype, _TINY)).to(dtype)
 
 
@@ -164,7 +169,7 @@ def static_parameters(
         The scale, and for asymmetric codes the zero point in float32, both scalars.
     """
     if grid.symmetric:
-        return static_scale(ends, grid.bits, dtype), None
+        return static_scale(ends, grid, dtype), None
     low, _ = grid.limits()
     below, above = ends
     width = (below + above).clamp(max=LARGEST_RANGE)

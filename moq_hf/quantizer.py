@@ -13,6 +13,7 @@ rounding is half to even, and the result is cast once. With b bits:
 | binary (b = 1) | mean abs(x) | sign(x), sign(0) = +1 |
 | MXFP4 (b = 4, groups of 32) | p(r max abs(x)) / 8 | clip(e(x / scale), -12, 12) |
 | NVFP4 (b = 4, groups of 16) | E4M3(2^8 r max abs(x) / 12) / 2^8 | clip(e(x / scale), -12, 12) |
+| FP8 (b = 8, rows) | r max abs(x) / 448 / 512 | 512 E4M3(x / (512 scale)) |
 
 MXFP4 and NVFP4 have the numbers of E2M1 for codes, here twice their values: 0, 1, 2, 3, 4, 6, 8 and 12 with a sign,
 where zero has none. So a scale is half of that in the files. e rounds to the nearest of them, a tie to the even one
@@ -21,6 +22,10 @@ that on, where less would clip more; it is 2^127 at most, so that no weight is I
 scale of the whole tensor, 2^-7 in the files, is the same for every layer, so that fused layers can share it: group scales
 are exact to four bits from 2^-14 to 7 / 4, and weights beyond 21 are clipped. Since scales are powers of two times a
 number of four bits, each weight is exact in bfloat16.
+
+FP8 has the numbers of E4M3 for codes, here 512 times their values, so that the least one is 1 and the last 448 * 512, and
+a scale is a 512th of that in the files. That scale, max abs(x) / 448, and E4M3 are compressed-tensors' own; its cast is
+torch.float8_e4m3fn's, after clipping to 448.
 
 r is the clipping ratio of the group, 1 unless given; NVFP4's may be above 1, so that the largest weight is not at 6.
 Stochastic rounding replaces round(y) by floor(y + u), u uniform in [0, 1). Sums are sums of integers, so that their
@@ -51,7 +56,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .grid import FP4, Format, Grid, PerChannel, Precision
+from .grid import FLOATS, FP4, FP8, Format, Grid, PerChannel, Precision
 
 # The clipping ratios that a search tries, and those above 1 that it tries for NVFP4,
 # in which a group's least error may be with its largest weight at 4. Saved states hold
@@ -63,6 +68,7 @@ _RATIOS_OF: dict[Format, tuple[float, ...]] = {
     "int": RATIOS,
     "mxfp4": (1.0, 0.5),
     "nvfp4": HIGHER_RATIOS + RATIOS[:9],
+    "fp8": RATIOS,
 }
 _TINY = torch.finfo(torch.float32).tiny
 _BELOW_TINY = _TINY - 2.0**-149
@@ -271,7 +277,7 @@ def rounded(
     is_buffered = out.dtype != torch.float32
     blocks: Iterable[tuple[Any, ...]] = [whole]
     # A float32 result with equal steps is computed in place, without a buffer to keep in the caches.
-    if is_buffered or precision.is_fp4 or not precision.is_uniform:
+    if is_buffered or precision.is_float or not precision.is_uniform:
         blocks = _blocks(*whole)
     clips = ratio is not None or precision.clips
     for part, scales, offsets, noises, result in blocks:
@@ -523,10 +529,9 @@ def _codes(
         return out.copy_(x).abs_().gt_(offset).copysign_(x)
     torch.div(x, scale, out=out)
     steps = None
-    if precision.is_fp4:
-        # The distance between codes, by the exponent: 1 below 4, 2 below 8, then 4.
+    if precision.is_float:
         # Multiplying and dividing by it is exact.
-        steps = _power_below(out).clamp_(2.0, 8.0).mul_(0.5)
+        steps = float_steps(out, precision)
         out.div_(steps)
     if noise is None:
         out.round_()
@@ -537,6 +542,19 @@ def _codes(
     if offset is not None:
         out.add_(offset)
     return out.clamp_(precision.low, precision.high) if clips else out
+
+
+def float_steps(codes: Tensor, precision: Precision) -> Tensor:
+    """The distance between codes that are floats, about each of these: 1 at first, then a part of the power below.
+
+    Beyond the last code it is large enough to stay there.
+
+    Args:
+        codes: float32, not rounded.
+        precision: A grid of a float format, at its bits.
+    """
+    parts = FLOATS[precision.format].parts
+    return _power_below(codes).clamp_(parts, precision.high).mul_(1 / parts)
 
 
 def _on_grid(
@@ -604,6 +622,8 @@ def as_stored(scale: Tensor, precision: Precision) -> Tensor:
         return torch.where(scale.isfinite(), power, scale)
     if precision.format == "nvfp4":
         dtype, unit = torch.float8_e4m3fn, FP4["nvfp4"].unit
+    if precision.format == "fp8":
+        unit = FP8.unit
     if dtype == torch.float32:
         return scale
     limits = torch.finfo(dtype)

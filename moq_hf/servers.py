@@ -51,9 +51,9 @@ class Server:
         repacks: Whether moq_hf writes its file, in which everything on a grid becomes
             codes.
         has_bytes: Whether one of its kernels multiplies 8 bits by 8 bits, per channel,
-            whatever the other fields say.
+            integers as well as floats, whatever the other fields say.
         inputs: What it does with rounded inputs if it does not multiply like that.
-        formats: Kinds of codes of 4 bits.
+        formats: Kinds of codes.
         classes: A pattern for the names of classes, in which there may then be no
             decoder beside an encoder; empty for all models.
         in_float: A pattern for layers that it takes only as floats: the name of the
@@ -84,7 +84,7 @@ class Server:
     repacks: bool = False
     has_bytes: bool = False
     inputs: str = ""
-    formats: tuple[Format, ...] = ("int", "mxfp4", "nvfp4")
+    formats: tuple[Format, ...] = ("int", "mxfp4", "nvfp4", "fp8")
     classes: str = ""
     in_float: str = "$^"
     scale_dtype: ScaleDtype | Literal[""] = ""
@@ -144,7 +144,7 @@ TRANSFORMERS = Server(
     half_scales=False,
 )
 # Groups other than 32, 64 and 128, and bits other than 4 and 8, run on its Humming
-# kernels. MXFP4 and NVFP4 follow its source: neither was run.
+# kernels. MXFP4, NVFP4 and FP8 follow its source: none was run, but for FP8 on a CPU.
 VLLM = Server(
     "vllm",
     "vLLM, CUDA",
@@ -201,7 +201,7 @@ SGLANG = replace(
     title="SGLang",
     version="0.5.23",
     has_bytes=False,
-    formats=("int",),
+    formats=("int", "fp8"),
     inputs="",
     symmetric=(4, 8),
     asymmetric=(4,),
@@ -223,6 +223,7 @@ GGUF = Server(
     multiple=32,
     columns=32,
     repacks=True,
+    formats=("int", "mxfp4", "nvfp4"),
     without=("expert",),
     inputs="it rounds inputs in blocks of its own",
     in_float=r"(\.| )pooler\.dense$",
@@ -245,6 +246,7 @@ ONNX = Server(
     "1.31.1",
     range(1, 17),
     range(2, 17),
+    formats=("int", "mxfp4", "nvfp4"),
     without=("conv1d", "experts"),
     # torch.onnx.export cannot trace some, and others take more than texts or pictures.
     classes=r"^(?!.*Head|XLNet|.*Mamba|Jamba|CLIP|Wav2Vec2|WavLM|Whisper).*(For(Sequence|Token|Image)Classification|ForCausalLM|Model)$",

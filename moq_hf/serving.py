@@ -92,7 +92,9 @@ def verdict(model: Description, server: Server) -> Verdict:
     if has_half_scales and model.scales == "float32":
         notes.append("scales are rounded to half precision there")
     rounded = [weight for weight in model.weights.values() if weight.inputs]
-    grids = {weight.inputs for weight in rounded if weight.inputs}
+    grids = {
+        weight.inputs for weight in rounded if weight.inputs and weight.format == "int"
+    }
     per_token = {grid.symmetric for grid in grids if grid.scale == "per_token"}
     if server.inputs and not all(_multiplies(server, weight) for weight in rounded):
         notes.append(server.inputs)
@@ -113,7 +115,10 @@ def verdict(model: Description, server: Server) -> Verdict:
 
 def _multiplies(server: Server, weight: WeightSpec) -> bool:
     """True if a kernel of the server multiplies the codes of a weight with those of its inputs."""
-    return server.has_bytes and weight.multiplies_bytes
+    has_kernel = server.has_bytes
+    if weight.format == "fp8":
+        has_kernel |= "fp8" in server.formats
+    return has_kernel and weight.multiplies_bytes
 
 
 def _reasons(model: Description, server: Server) -> list[str]:
@@ -183,7 +188,7 @@ def _faults(
     has_codes = weight.bits != FLOAT_BITS if server.repacks else is_packed
     if not has_codes or _multiplies(server, weight):
         return
-    yield from _kernel_faults(weight, server)
+    yield from _kernel_faults(name, weight, server)
     legal = server.symmetric if weight.symmetric else server.asymmetric
     bits = weight.bits if server.repacks else weight.width
     if bits not in legal:
@@ -209,15 +214,15 @@ def _faults(
 
 
 def _kernel_faults(
-    weight: WeightSpec, server: Server
+    name: str, weight: WeightSpec, server: Server
 ) -> Iterator[tuple[str, None, str]]:
     """Yield why the arithmetic of a server's kernels is not that of a weight, as `_faults` does."""
+    instead = 'format "int" is served'
     if weight.format not in server.formats:
-        yield (
-            f"it does not take {weight.format}",
-            None,
-            'format "int" is served',
-        )
+        yield f"it does not take {weight.format}", None, instead
+    elif server.fuses and weight.format == "fp8" and ".experts." in name:
+        text = "it takes experts in fp8 only with rounded inputs, which experts do not have"
+        yield text, None, instead
     inputs = server.input_grid
     if inputs not in (None, weight.inputs):
         yield (

@@ -36,6 +36,7 @@ def quantize(observer: InputObserver, input: Tensor, training: bool) -> Tensor |
     is_static = scale == "static"
     if (
         observer.active
+        and observer.grid.format == "int"
         and input.dtype in DTYPES
         and input.numel()
         and available(input.device)

@@ -333,7 +333,7 @@ def _form(job: Job, length: int) -> _Form | None:
         symmetric=grid.symmetric,
         stochastic=grid.stochastic,
         blends=blend > 0,
-        stored=codes if precision.is_fp4 else grid.scale_dtype,
+        stored=precision.stored,
         rows=max(1, tile // columns),
         columns=columns,
         warps=max(8, 8 * columns // tile),
@@ -377,9 +377,8 @@ def _is_right(job: Job, form: _Form, many: bool = False) -> bool:
     precision, source = job.precision, job.weight
     grid = replace(precision.grid, grouping=PerChannel())
     _, length = _groups(job)
-    low, high = min(precision.low, -1), max(precision.high, 1)
     place = torch.arange(_tried_length(length), device=source.device)
-    weight = hard_rows(low + place % (2 * (high - low) + 1) / 2, source.dtype)
+    weight = hard_rows(_quotients(precision, place), source.dtype)
     ratio = None
     if job.ratio is not None:
         ratio = torch.full((4, 1), 0.3, dtype=torch.float32, device=source.device)
@@ -390,6 +389,18 @@ def _is_right(job: Job, form: _Form, many: bool = False) -> bool:
         return torch.equal(_alone(hard, form)[0], expected)
     (found,) = Launcher().run([hard], _plan([hard], [form])).values
     return found is not None and torch.equal(found, expected)
+
+
+def _quotients(precision: Precision, place: Tensor) -> Tensor:
+    """The least code, the half between it and the next one, that code, and so on; of FP8, numbers of E4M3."""
+    if precision.format != "fp8":
+        low, high = min(precision.low, -1), max(precision.high, 1)
+        return low + place % (2 * (high - low) + 1) / 2
+    bytes = torch.arange(127, dtype=torch.uint8, device="cpu")
+    numbers = bytes.view(torch.float8_e4m3fn).float().to(place.device)
+    index = place % 505 - 252
+    size = numbers[index.abs() // 2] + numbers[(index.abs() + 1) // 2]
+    return (size / 2).copysign(index)
 
 
 def _form_that_works(job: Job) -> _Form | None:

@@ -36,6 +36,7 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
         weight.dtype in DTYPES
         and weight.dim() == 2
         and precision.is_uniform
+        and precision.format != "fp8"
         and available(weight.device)
     ):
         shape = quantizer.check(weight, bits, replace(grid, stochastic=False))
@@ -47,7 +48,7 @@ def least_squares_ratio(weight: Tensor, bits: int, grid: Grid = _DEFAULT) -> Ten
             x.dtype,
             grid,
             precision.is_full,
-            precision.is_fp4,
+            precision.is_float,
         )
         found = attempt(variant, _is_right, _launch, x, precision)
         if found is not None:

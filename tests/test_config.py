@@ -396,7 +396,7 @@ def test_presets_and_their_copies_are_the_same(name: str) -> None:
     config = MoQConfig.load(name)
     assert config == MoQConfig.from_file(preset)
     assert config.embeddings == (None if name == "lm-w4" else "auto")
-    assert config.falls == (name not in ("w8", "w4", "w3", "w2", "w8a8", "w4a8", "w4a4", "executorch"))
+    assert config.falls == (name not in ("w8", "w4", "w3", "w2", "w8a8", "w4a8", "w4a4", "executorch", "fp8"))
 
 
 def test_there_is_a_recipe_for_everything() -> None:

@@ -175,7 +175,8 @@ def test_a_format_alone_is_four_bits_from_the_first_step() -> None:
         ({"quantize_algo": {"q_type": "asymmetric"}}, "quantize_group_size and quantize_algo.q_type"),
         ({"overrides": {"layer.0": {"bits": 8}}}, "overrides.layer.0: quantize_format: mxfp4 is symmetric, of 4 bits"),
         ({"pack_bits": 8}, "pack_bits: codes of mxfp4 have their own containers; leave it out"),
-        ({"quantize_format": ["mxfp4"]}, 'must be "int" or "mxfp4" or "nvfp4"'),
+        ({"quantize_format": ["mxfp4"]}, 'must be "int" or "mxfp4" or "nvfp4" or "fp8"'),
+        ({"quantize_algo": {"range": "full"}}, "full is for integers, and codes of mxfp4 are floats"),
     ],
 )
 def test_what_goes_with_no_format_is_an_error(config: dict[str, Any], fault: str) -> None:

@@ -72,7 +72,7 @@ def test_the_numbers_are_those_of_the_table(x: Floats, bits: int) -> None:
     check(x, InputGrid(bits, "per_block", 2), np.rint(x * (most / largest)) * (largest / most))
     scale = np.maximum(F32(50) / most, tiny)
     codes = np.clip(np.rint(x / scale), -most - 1, most)
-    check(x, InputGrid(bits, "static"), codes * scale, static_scale(torch.tensor([50.0]), bits))
+    check(x, InputGrid(bits, "static"), codes * scale, static_scale(torch.tensor([50.0]), InputGrid(bits, "static")))
     low, high, top = min(F32(0), x.min()), max(F32(0), x.max()), F32(2**bits - 1)
     scale = np.maximum((high - low) / top, tiny)
     zero = np.minimum(np.rint(-low / scale), top) - most - 1
@@ -108,7 +108,7 @@ def test_the_numbers_are_those_of_compressed_tensors(
     is_static = scale == "static"
     strategy = "tensor" if is_static else "token"
     args = QuantizationArgs(num_bits=8, strategy=strategy, dynamic=not is_static, symmetric=symmetric)
-    step = static_scale(torch.tensor([7.0]), 8).to(dtype) if is_static else None
+    step = static_scale(torch.tensor([7.0]), InputGrid(8, scale)).to(dtype) if is_static else None
     found = fake_quantize_input(x, InputGrid(8, scale, symmetric=symmetric), step)
     zero = None
     if step is None:
@@ -192,7 +192,8 @@ def test_the_range_is_a_moving_average_of_steps() -> None:
     # Before the first step the range is that of the call; evaluation is not observed.
     x = torch.tensor([[1.0, -3.0]])
     assert torch.equal(
-        inputs.quantize(x, training=False), fake_quantize_input(x, inputs.grid, static_scale(torch.tensor([3.0]), 8))
+        inputs.quantize(x, training=False),
+        fake_quantize_input(x, inputs.grid, static_scale(torch.tensor([3.0]), inputs.grid)),
     )  # type: ignore[arg-type]
     update_ranges([inputs])
     assert inputs.range is None
@@ -202,7 +203,8 @@ def test_the_range_is_a_moving_average_of_steps() -> None:
     observe(inputs, 8.0)
     # The range of a pass is not that of its own values: a pass that is computed again gives the same.
     assert torch.equal(
-        inputs.quantize(x, training=True), fake_quantize_input(x, inputs.grid, static_scale(torch.tensor([4.0]), 8))
+        inputs.quantize(x, training=True),
+        fake_quantize_input(x, inputs.grid, static_scale(torch.tensor([4.0]), inputs.grid)),
     )  # type: ignore[arg-type]
     update_ranges([inputs])
     assert float(inputs.range) == pytest.approx(4.0 + 0.01 * 4.0, rel=1e-6)

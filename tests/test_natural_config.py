@@ -90,7 +90,7 @@ def test_a_config_is_made_of_whatever_load_takes(tmp_path: Path) -> None:
 def test_an_unknown_preset_lists_them(name: str) -> None:
     with pytest.raises(
         MoQConfigError,
-        match=f"{name}: No such file .*; the presets are w8, w4, w3, w2, w8a8, w4a8, w4a4, executorch, lm-w4, moq",
+        match=f"{name}: No such file .*; the presets are w8, w4, w3, w2, w8a8, w4a8, w4a4, executorch, fp8, lm-w4, moq",
     ):
         MoQCallback(name)
 

@@ -185,6 +185,26 @@ def test_codes_that_are_floats(name: Format, stochastic: bool) -> None:
 
 
 @on_device
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_codes_that_are_floats_of_eight_bits(stochastic: bool) -> None:
+    weight = torch.randn(64, 52) * torch.logspace(-8, 3, 64)[:, None]
+    numbers = torch.arange(127).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    weight[:20] = ((numbers[75:] + numbers[74:-1]) / 2) * torch.logspace(-20, 2, 20, 2)[:, None]
+    weight[20:24] *= torch.tensor([[0.0], [1e-30], [1e30], [1e4]])
+    for dtype, name in zip(FLOATS, ("float32", "bfloat16", "float16"), strict=True):
+        grid = Grid(PerChannel(), stochastic=stochastic, scale_dtype=name, format="fp8")  # type: ignore[arg-type]
+        given = weight.clamp(-6e4, 6e4).to(DEVICE, dtype)
+        assert agrees(given, 8, grid, seed=SEED)
+        assert agrees(given, 8, grid, seed=SEED, blend=0.3, dtype=torch.float32)
+        # Before the last drop codes are integers.
+        assert agrees(given, 9, grid, seed=SEED)
+    weight[24] = torch.finfo(torch.float32).max
+    weight[3, 5] = torch.nan
+    weight[9, 5] = -torch.inf
+    assert agrees(weight.to(DEVICE), 8, grid, seed=SEED)
+
+
+@on_device
 def test_what_the_kernel_does_not_take_is_for_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_quant, "_launch", None)
     weight = torch.randn(8, 16, device=DEVICE)

@@ -306,7 +306,7 @@ def blocks_of(stored: Quantized, layer: WeightSpec, where: str) -> Blocks:
 
     rows, columns = stored.codes.shape
     fp4 = FP4.get(layer.format)
-    size = fp4.group_size if fp4 else _SIZE
+    size = (fp4 and fp4.group_size) or _SIZE
     blocks = columns // size
 
     def per_block(values: Tensor) -> NDArray[np.float32]:

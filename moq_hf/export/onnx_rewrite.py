@@ -91,7 +91,7 @@ _HALVES = """
   eight = Constant <value_float = 8.0> ()
   numbers = Sub (pairs, eight)
 """
-# `inputs.token_scale`, with which the input is divided, and `inputs.tensor_scale`.
+# `inputs.token_parameters`, with which the input is divided, and `inputs.tensor_scale`.
 _TOKEN_SCALE = """
   magnitudes = Abs (x)
   features = Constant <value_ints = $features> ()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoQError
-from ..grid import FP4
+from ..grid import FP4, FP8, InputGrid
 from ..quantizer import Quantized, dequantize, per_weight
 from ..seams.transformers import compress, decompress
 from ..weight_spec import WeightSpec
@@ -15,6 +15,8 @@ from .stored import EncodedWeight, StoredWeight
 
 # Codes are packed into words of 32 bits, or two floats into a byte.
 PACKED = "pack-quantized"
+# A float of 8 bits for each weight.
+FLOATS = "float-quantized"
 
 
 def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
@@ -31,6 +33,7 @@ def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
     | asymmetric, unpacked while loading | channel or group | packed |
     | MXFP4, packed | group, its exponent in a byte | none |
     | NVFP4, packed | tensor_group, scales in E4M3, to be divided by that of the whole tensor | none |
+    | FP8 | channel | none |
 
     Servers take channel and group.
     """
@@ -69,34 +72,45 @@ def write(values: Quantized, spec: WeightSpec, format: str) -> EncodedWeight:
             half = 2 ** (spec.width - 1)
             zero = per_weight(values.zero_point, (rows, groups)) - half
         parts["weight_zero_point"] = zero.to(torch.int8)
+    own = FP8 if format == FLOATS else fp4
+    if own is not None:
+        args |= {"type": "float", "strategy": own.strategy}
+        parts |= _float_scales(scale * own.unit, spec)
     if fp4 is not None:
         format = f"{spec.format}-{format}"
-        args |= {
-            "type": "float",
-            "strategy": fp4.strategy,
-            "scale_dtype": fp4.scale_dtype,
-        }
-        parts["weight_scale"] = scale * fp4.unit
-        if spec.format == "nvfp4":
-            parts["weight_global_scale"] = torch.tensor([fp4.unit / 2], device="cpu")
+        args["scale_dtype"] = fp4.scale_dtype
     scheme = {"weights": args, "format": format}
     if spec.matrices is not None:
         return EncodedWeight(_compress_matrices(parts, scheme, spec.matrices), scheme)
     parts = compress(parts, scheme)
     if spec.inputs is not None:
-        is_static = spec.inputs.scale == "static"
-        scheme["input_activations"] = {
-            "num_bits": spec.inputs.bits,
-            "type": "int",
-            "symmetric": spec.inputs.symmetric,
-            "strategy": "tensor" if is_static else "token",
-            "dynamic": not is_static,
-        }
+        scheme["input_activations"] = _input_args(spec.inputs)
         if spec.input_scale is not None:
             parts["input_scale"] = spec.input_scale
         if spec.input_zero_point is not None:
             parts["input_zero_point"] = spec.input_zero_point
     return EncodedWeight(parts, scheme)
+
+
+def _float_scales(scale: Tensor, spec: WeightSpec) -> dict[str, Tensor]:
+    if spec.format == "fp8":
+        return {"weight_scale": scale.to(spec.scale_dtype)}
+    parts = {"weight_scale": scale}
+    if spec.format == "nvfp4":
+        whole = FP4["nvfp4"].unit / 2
+        parts["weight_global_scale"] = torch.tensor([whole], device="cpu")
+    return parts
+
+
+def _input_args(inputs: InputGrid) -> dict[str, Any]:
+    is_static = inputs.scale == "static"
+    return {
+        "num_bits": inputs.bits,
+        "type": "int" if inputs.format == "int" else "float",
+        "symmetric": inputs.symmetric,
+        "strategy": "tensor" if is_static else "token",
+        "dynamic": not is_static,
+    }
 
 
 def _compress_matrices(
@@ -122,7 +136,7 @@ def read(stored: StoredWeight) -> Quantized:
     shape = stored.layer.shape
     width = stored.scheme["weights"]["num_bits"]
     is_float = stored.scheme["weights"]["type"] == "float"
-    fp4 = FP4[stored.layer.format] if is_float else None
+    fp4 = FP4.get(stored.layer.format) if is_float else None
     if "weight_packed" in parts:
         # Words have 32 bits; codes that are floats are packed in bytes.
         packed = parts["weight_packed"]
@@ -135,7 +149,8 @@ def read(stored: StoredWeight) -> Quantized:
     if fp4 is None:
         parts = {**parts, "weight_scale": parts["weight_scale"].float()}
     tensors = decompress(parts, stored.scheme)
-    scale = tensors["weight_scale"].float() / (fp4.unit if fp4 else 1.0)
+    unit = (fp4 or FP8).unit if is_float else 1.0
+    scale = tensors["weight_scale"].float() / unit
     zero = tensors.get("weight_zero_point")
     codes = (tensors["weight"] / per_weight(scale, shape)).round().int()
     # A table that took the groups of the linear layers repeats its scales.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoQError
-from ..quantizer import Quantized, dequantize, per_weight
+from ..quantizer import Quantized, dequantize, float_steps, per_weight
 from ..weight_matrix import from_rows, to_rows
 from ..weight_spec import DENSE, WeightSpec
 from .stored import EncodedWeight, Form, StoredWeight
@@ -37,7 +37,11 @@ def read(stored: StoredWeight) -> Quantized:
         zero = _from_text(zero_text, torch.int32).view(layer.scales)
     weight = to_rows(stored.parts["weight"], layer.kind)
     low, high = layer.precision.low, layer.precision.high
-    codes = (weight.float() / per_weight(scale, layer.shape)).round().nan_to_num(0.0)
+    codes = weight.float() / per_weight(scale, layer.shape)
+    steps: Tensor | float = 1.0
+    if layer.precision.is_float:
+        steps = float_steps(codes, layer.precision)
+    codes = (codes / steps).round().nan_to_num(0.0) * steps
     if zero is not None:
         codes += per_weight(zero, layer.shape)
     codes = codes.clamp(low, high)

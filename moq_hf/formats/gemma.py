@@ -37,6 +37,7 @@ def fits(spec: WeightSpec) -> bool:
         and not spec.left_alone
         and spec.bits <= MAX_PACKED_BITS
         and spec.grid.symmetric
+        and spec.format == "int"
         and spec.grid.shape(*spec.shape)[1] == 1
         and spec.dtype in (torch.float32, spec.scale_dtype)
     )

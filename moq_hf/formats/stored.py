@@ -106,7 +106,7 @@ class StoredWeight(NamedTuple):
         fewer = precision.grid.at(bits - 1)
         needs_fewer_bits = fewer.low <= lowest < highest <= fewer.high
         # Codes that are floats may be small because their scales cannot be smaller.
-        is_told = bits > 2 and not precision.is_fp4
+        is_told = bits > 2 and not precision.is_float
         if is_told and shows_bits and needs_fewer_bits:
             raise MoQError(
                 f"{self.where}: no code is beyond {fewer.high}, so they are of fewer than {bits} bits"

@@ -6,8 +6,9 @@ from importlib.metadata import version
 from packaging.version import Version
 
 from ..errors import shortened
+from ..weight_matrix import is_experts
 from ..weight_spec import WeightSpec
-from . import floats, gemma, int_quantized, mxfp4, pack_quantized
+from . import float_quantized, floats, gemma, int_quantized, mxfp4, pack_quantized
 from .layout import LayoutSpec
 from .stored import Form
 
@@ -20,13 +21,18 @@ from .stored import Form
 _LAYOUTS = (
     LayoutSpec(
         "packed",
-        forms=(pack_quantized.FORM, int_quantized.FORM, floats.FORM),
+        forms=(
+            float_quantized.FORM,
+            pack_quantized.FORM,
+            int_quantized.FORM,
+            floats.FORM,
+        ),
         needs={"transformers": "5.15.0", "compressed-tensors": "0.17.0"},
         has_inputs=True,
     ),
     LayoutSpec(
         "unpacked",
-        forms=(pack_quantized.FORM, floats.FORM),
+        forms=(float_quantized.FORM, pack_quantized.FORM, floats.FORM),
         needs={"transformers": "5.23.0", "compressed-tensors": "0.18.0"},
         unpacks=True,
         delivered="unpacked while loading",
@@ -52,8 +58,10 @@ ENDINGS = {
     ending: part for form in FORMS.values() for ending, part in form.endings.items()
 }
 
-# The least versions for packed codes that are floats: no others were tried.
+# The least versions for packed FP4, and for experts in FP8: no others were tried.
 FP4_NEEDS = {"transformers": "5.23.0", "compressed-tensors": "0.20.0"}
+# The least version that was tried with packed FP8.
+_FP8_LEAST = "5.17.0"
 # From this version on, compressed-tensors packs codes without gaps, and reads no others,
 # if their width does not divide a word of 32 bits.
 GAPLESS = "0.18.0"
@@ -76,9 +84,13 @@ def needs_of(layout: LayoutSpec, placed: Collection[WeightSpec]) -> dict[str, st
     if not any(spec.has_codes for spec in placed):
         layout = LAYOUTS["floats"]
     packed = [spec for spec in placed if spec.stored == pack_quantized.FORM.name]
-    if any(spec.format != "int" for spec in packed):
+    fp8 = [spec for spec in placed if spec.stored == float_quantized.FORM.name]
+    has_experts = any(is_experts(spec.kind) for spec in fp8)
+    if has_experts or any(spec.format != "int" for spec in packed):
         return FP4_NEEDS
     needs = dict(layout.needs)
+    if fp8:
+        needs["transformers"] = max(needs["transformers"], _FP8_LEAST, key=Version)
     library = "compressed-tensors"
     if library in needs and any(has_gaps(spec.width) for spec in packed):
         needs[library] = max(needs[library], GAPLESS, key=Version)

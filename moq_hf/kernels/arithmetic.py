@@ -116,9 +116,16 @@ def nearest_code(quotient, low, high):
 
 @triton.jit
 def fp4_step(code):
-    """The distance between neighboring codes that are floats: 1, 2 or 4."""
+    """The distance between neighboring codes of FP4: 1, 2 or 4."""
     far = tl.abs(code)
     return tl.where(far < 4, 1.0, tl.where(far < 8, 2.0, 4.0))
+
+
+@triton.jit
+def fp8_step(code):
+    """The distance between neighboring codes of FP8: 1, or an eighth of the power of two below."""
+    power = bits_as(bits_as(code, int32) & EXPONENT, float32)
+    return tl.clamp(power, 8.0, 131072.0) * 0.125
 
 
 @triton.jit
@@ -162,6 +169,9 @@ def as_stored(scale, STORED: constexpr):
         size = as_dtype(tl.minimum(size, 3.3895313892515355e38), STORED)
     if STORED == "float16":
         size = as_dtype(tl.clamp(size, 2.0**-24, 65504.0), STORED)
+    if STORED == "fp8-float16":
+        size = tl.clamp(size * 512.0, 2.0**-24, 65504.0)
+        size = as_dtype(size, "float16") * 2.0**-9
     if STORED == "nvfp4":
         size = tl.clamp(size * 256.0, 2.0**-9, 448.0)
         # Numbers of E4M3 are an eighth of a power of two apart, and at least 2^-9.

@@ -175,7 +175,7 @@ def _limits(SCALE: constexpr, BITS: constexpr):
 
 @triton.jit
 def _token_scale(largest, BITS: constexpr, LEAST: constexpr, DTYPE: constexpr):
-    """The scale of a token, as `inputs.token_scale`."""
+    """The scale of a token, as `inputs.token_parameters`."""
     scale = as_dtype(tl.div_rn(largest, ((1 << BITS) - 1) * 0.5), DTYPE)
     return tl.where(scale == 0, LEAST, scale)
 

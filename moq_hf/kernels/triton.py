@@ -16,6 +16,7 @@ from .arithmetic import (
     divide,
     ends_of,
     fp4_step,
+    fp8_step,
     load,
     nearest_code,
     range_of,
@@ -105,7 +106,7 @@ def fake_quantize_kernel(
         blend: The bits of a float64, the share of the float weight in the result.
         X_DTYPE: Dtype of the weights.
         Y_DTYPE: Dtype of the results.
-        CODES: Kind of codes: "int", "mxfp4", "nvfp4", "ternary" or "binary".
+        CODES: Kind of codes: "int", "mxfp4", "nvfp4", "fp8", "ternary" or "binary".
         SYMMETRIC: Whether codes are around zero.
         BLENDS: Whether the float weight has a share in the result.
         STORED: How scales are stored, see `arithmetic.as_stored`.
@@ -252,7 +253,7 @@ def _few(x, mark, n_cols, length_bits, CODES: constexpr, STORED: constexpr):
 def _rounded(
     x, noise, scale, bottom, low, high, CODES: constexpr, SYMMETRIC: constexpr
 ):
-    """Round a tile to a grid of equal steps, or of 4-bit floats."""
+    """Round a tile to a grid of equal steps, or of floats."""
     # A power of two brings the scale's magnitude to between 2 and 4, so that no step of
     # a division leaves the normal numbers, except for quotients that round to zero.
     shift = bits_as((bits_as(scale, int32) & EXPONENT) ^ EXPONENT, float32)
@@ -275,7 +276,7 @@ def _rounded(
     if CODES == "int":
         code = _code(code, noise, low, high)
     else:
-        step = fp4_step(code)
+        step = fp8_step(code) if CODES == "fp8" else fp4_step(code)
         code = _code(tl.div_rn(code, step), noise, low, high)
         code = tl.clamp(code * step, low, high)
     # Adding and subtracting a zero point turns -0 into 0.

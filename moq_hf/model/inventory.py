@@ -431,8 +431,9 @@ def grid_of(
             full=grid.full,
             scale_dtype=grid.scale_dtype,
         )
-    if is_convolution(layer) and config.grouping.row_size is not None:
-        return replace(grid, grouping=PerChannel(), format="int")
+    if is_convolution(layer):
+        grouping = grid.grouping if grid.grouping.row_size is None else PerChannel()
+        return replace(grid, grouping=grouping, format="int")
     if parameter != "weight" and isinstance(grid.grouping, RowBlocks):
         experts, *_ = matrix_of(layer, parameter)
         return replace(grid, grouping=RowBlocks(grid.grouping.count * experts))

@@ -253,7 +253,7 @@ class ModelSizes:
             what = f"{type(pretrained(self._inventory.model)).__name__} is delivered {layout.delivered}"
             if self._inventory.adapters and not self._inventory.merged:
                 ways.append('set "lora": "merged"')
-        elif any(spec.format != "int" for spec in packed):
+        elif any(spec.has_codes and spec.format != "int" for spec in placed):
             what = "codes that are floats are delivered packed"
             ways.append(f'set {config.spell("format")} to "int"')
         else:

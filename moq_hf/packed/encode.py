@@ -21,6 +21,7 @@ from ..errors import MoQError
 from ..formats import int_quantized, pack_quantized
 from ..formats.stored import EncodedWeight
 from ..formats.table import FORMS, LAYOUTS, TAKEN_APART, Layout, needs_of
+from ..grid import FP4
 from ..model.convert import beyond
 from ..model.inventory import LINEARS, Inventory
 from ..names import plain_name
@@ -116,14 +117,14 @@ class Encoder:
         coded = [spec for spec in self._specs.values() if spec.has_codes]
         packed = [spec for spec in coded if FORMS[spec.stored].stays_packed]
         self._matrices = {
-            spec.name: spec.matrices for spec in packed if spec.matrices is not None
+            spec.name: spec.matrices for spec in coded if spec.matrices is not None
         }
         self.packed = [spec.name for spec in packed if spec.name not in self._matrices]
         self.has_codes = bool(coded)
         self.widths = {spec.width for spec in coded}
         self.dtypes = {dtype_name(spec.dtype) for spec in coded}
         scales = {
-            dtype_name(spec.scale_dtype) for spec in coded if spec.format == "int"
+            dtype_name(spec.scale_dtype) for spec in coded if spec.format not in FP4
         }
         # Packed modules load their scales in the model's dtype, and a narrower one would
         # round them. Weights that are unpacked while loading are cast once, afterwards.

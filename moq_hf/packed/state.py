@@ -373,7 +373,7 @@ def _described(folder: Path) -> tuple[serving.Description, MoQConfig]:
             # One group fills a row.
             grid = replace(grid, grouping=trained.grouping)
         is_rounded = state["rounds_inputs"] and layer.kind == "linear"
-        inputs = trained.of(name).activations.grid
+        inputs = trained.input_grid_of(name, ())
         scheme = groups.get(layer.group or "", {}).get("input_activations")
         if inputs is not None and scheme is not None:
             inputs = replace(inputs, bits=scheme["num_bits"])
