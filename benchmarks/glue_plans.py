@@ -1,24 +1,25 @@
 """What `glue_study.py` trains: arms, the plans that list them, and a run's identity."""
 
 import copy
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-EPOCHS = {"sst2": 1, "cola": 2, "mrpc": 2}
-STEPS = {"sst2": 250, "cola": 268, "mrpc": 115}  # Of an epoch of all rows.
+EPOCHS = {"sst2": 1, "cola": 2, "mrpc": 2, "stsb": 2}
+STEPS = {"sst2": 250, "cola": 268, "mrpc": 115, "stsb": 180}  # Of an epoch of all rows.
 # On SST-2 and CoLA the best of 5e-5, 1e-4 and 2e-4 for the float model, with seed 1;
 # MRPC had no other.
-RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4}
+RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 2e-4, "stsb": 2e-4}
 RESTART = "cosine_with_restarts"
 # Keys of a run that its identity leaves out at these values.
 LATER: dict[str, Any] = {
     "bf16": False, "warm_times": 1, "warm_decay": "linear", "dropout": True, "gpu": False,
-    "warm_dropout": True,
+    "warm_dropout": True, "warm_again": False,
 }  # fmt: skip
 # The same for float models of twice the epochs, on every task, by the plan "rates".
-LONG_RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 1e-4}
+LONG_RATES = {"sst2": 2e-4, "cola": 1e-4, "mrpc": 1e-4, "stsb": 2e-4}
 # And those of float first at 1 bit, at once and by way of 2, by the plan "one bit rates".
 ONE_BIT_RATES = {"sst2": 2e-4, "cola": 4e-4, "mrpc": 2e-4}
 FALLING_RATES = {"sst2": 4e-4, "cola": 4e-4, "mrpc": 4e-4}
@@ -28,6 +29,7 @@ OWN, LONG_OWN, ONE_BIT_OWN, FALLING_OWN = -1.0, -2.0, -3.0, -4.0
 TABLES_OF_RATES = {OWN: RATES, LONG_OWN: LONG_RATES, ONE_BIT_OWN: ONE_BIT_RATES, FALLING_OWN: FALLING_RATES}
 FULL = "per channel, full"
 TABLES = "per channel, full, tables at 8 bits"
+SMALL_TABLES = "per channel, full, tables at 4 bits"
 SEARCHED_MORE, SEARCHED_ONCE = (f"{FULL}, searched every {steps} steps" for steps in (10, 1000))
 FROM_GPTQ = "per channel, full, from GPTQ's rounding"
 GROUPS: dict[str, dict[str, Any]] = {
@@ -38,6 +40,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     FULL: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full"}},
     FROM_GPTQ: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full", "gptq": 256}},
     TABLES: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full"}, "quantize_embeddings": "auto"},
+    SMALL_TABLES: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full"}, "quantize_embeddings": 4},
     "groups of 64, full": {"quantize_group_size": 64, "quantize_algo": {"range": "full"}},
     SEARCHED_MORE: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full", "scale_refresh": 10}},
     SEARCHED_ONCE: {"quantize_groups": "per_channel", "quantize_algo": {"range": "full", "scale_refresh": 1000}},
@@ -47,7 +50,40 @@ GROUPS: dict[str, dict[str, Any]] = {
     "groups of 32, absmax": {"quantize_group_size": 32, "quantize_algo": {"range": "full", "scale": "absmax"}},
     "per channel, asymmetric": {"quantize_groups": "per_channel", "quantize_algo": {"q_type": "asymmetric"}},
     "groups of 32, asymmetric": {"quantize_group_size": 32, "quantize_algo": {"q_type": "asymmetric"}},
+    "groups of 32, full, by GPTQ": {"quantize_group_size": 32, "quantize_algo": {"range": "full", "gptq": 256}},
 }
+
+
+def rounded_inputs(groups: str, inputs: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """The weights' grid of a key of `GROUPS`, with rounded inputs."""
+    return {**GROUPS[groups], "activation_quantization": {"enabled": True, **inputs}, **more}
+
+
+STATIC, RANGES, PER_TOKEN = (
+    {"bits": 8},
+    {"symmetric": False, "percentile": 99.99, "window": 1000},
+    {"scale": "per_token"},
+)
+NARROW = {"bits": 4, "scale": "per_token"}
+# The second products of MPNet's feed-forward parts, which have the outliers, and the first ones.
+SECOND, FIRST = (
+    {"overrides": {f"*.{part}.dense": {"activations": bits}}} for part, bits in (("output", False), ("intermediate", 8))
+)
+W8A8 = {
+    "static symmetric": (STATIC, {}),
+    "static symmetric, outlier layers in float": (STATIC, SECOND),
+    "static asymmetric": ({"symmetric": False}, {}),
+    "static asymmetric, percentile, window": (RANGES, {}),
+    "per token": (PER_TOKEN, {}),
+}
+W4 = {
+    "w4a8": (PER_TOKEN, {}),
+    "w4, 4-bit inputs": (NARROW, {}),
+    "w4a4": ({**NARROW, "wide_bits": 8}, {}),
+    "w4a4, both products at 8": ({**NARROW, "wide_bits": 8}, FIRST),
+}
+GROUPS |= {name: rounded_inputs(FULL, inputs, **more) for name, (inputs, more) in W8A8.items()}
+GROUPS |= {name: rounded_inputs("groups of 32, full", inputs, **more) for name, (inputs, more) in W4.items()}
 
 
 @dataclass(frozen=True)
@@ -61,12 +97,12 @@ class Arm:
         learning_rate: The largest one.
         times: How many times the task's epochs.
         groups: A key of `GROUPS`.
-        after: Bits to which the float model is quantized after training.
-        after_groups: Keys of `GROUPS`: the grids of that.
+        after: Bits and keys of `GROUPS`, to which the float model is quantized after training.
         warm: Learning rate of the float run whose model it starts from; 0: from the pretrained one.
         warm_times: How many times the task's epochs that float run has.
         warm_decay: Of the learning rate of that float run.
         warm_dropout: Whether that float run had dropout.
+        warm_again: Whether it starts from the float run of `BASE_FLOAT` instead, whose learning rate started twice.
         decay: Of the learning rate, as Trainer's `lr_scheduler_type`; the restart of `RESTART` is in the middle.
         dropout: Whether dropout stays on: beside a teacher, where moq_hf switches it off by default, or in a run
             without one.
@@ -78,14 +114,14 @@ class Arm:
     learning_rate: float = OWN
     times: float = 1
     groups: str = "8 blocks"
-    after: tuple[int, ...] = ()
-    after_groups: tuple[str, ...] = ("8 blocks", "per channel", "groups of 64")
+    after: tuple[tuple[int, str], ...] = ()
     warm: float = 0.0
     warm_times: float = 1
     warm_decay: str = "linear"
     decay: str = "linear"
     dropout: bool = True
     warm_dropout: bool = True
+    warm_again: bool = False
 
     def on(self, task: str) -> "Arm":
         """Itself with the task's learning rates for those that stand for a table, and its step for a share of the run.
@@ -136,7 +172,12 @@ def ramp(
     return Arm(name or f"MoQ {start} by {deadline:g}", {**config, **(moq or {})}, bits, **more)
 
 
-FLOAT = Arm("float", after=(8, 4, 3, 2))
+def each(bits: Iterable[int], groups: Iterable[str]) -> tuple[tuple[int, str], ...]:
+    """Every grid at all of the bits."""
+    return tuple(itertools.product(bits, groups))
+
+
+FLOAT = Arm("float", after=each((8, 4, 3, 2), ("8 blocks", "per channel", "groups of 64")))
 LONG = Arm("float", learning_rate=LONG_OWN, times=2)
 
 
@@ -168,7 +209,7 @@ TAUGHT: dict[str, Any] = {"moq": {"distillation": {"teacher": OWN, "labels": 1.0
 # Of the plans in bfloat16: a float run also tells what its model is worth when quantized to these.
 LOW_GRIDS = ("per channel", FULL, "groups of 32, full")
 MORE_GRIDS = ("groups of 128, full", "groups of 64, full", "groups of 128, absmax", "groups of 32, absmax")
-LOW_FLOAT = replace(FLOAT, after=(4, 3, 2), after_groups=LOW_GRIDS)
+LOW_FLOAT = replace(FLOAT, after=each((4, 3, 2), LOW_GRIDS))
 
 
 def taught(bits: int, groups: str = FULL, start: int = 0, deadline: float = 0.3, **more: Any) -> Arm:
@@ -220,7 +261,7 @@ def no_dropout(bits: int, groups: str = FULL, name: str = "basic QAT, float firs
 
 
 # Float of as many steps, also rounded, and float first with dropout in its float phase alone.
-ROUNDED = replace(LONG, after=(4, 3, 2), after_groups=LOW_GRIDS[1:])
+ROUNDED = replace(LONG, after=each((4, 3, 2), LOW_GRIDS[1:]))
 HALF_DROPOUT = (ROUNDED, *(replace(taught(bits), dropout=False) for bits in (2, 4, 3)))
 
 # A float model that is finished already, without dropout.
@@ -257,6 +298,48 @@ FALLING_ONE_BIT = no_dropout(1, name="MoQ 2 by 0.3, float first", start=2)
 # Float first at the learning rate of float in both halves.
 SLOWER = replace(FINISHED_NO_DROPOUT, name=no_dropout(2).name, warm_times=1)
 
+# Of the plans on STS-B. A model of BERT-base's size has an epoch in float and half of one with a new start of the
+# learning rate, and then follows that model for another half.
+SIMILAR_FLOAT = replace(LONG, dropout=False)
+BASE_RATE = 5e-5
+BASE_FLOAT = replace(
+    SIMILAR_FLOAT,
+    name="float, and float again",
+    learning_rate=BASE_RATE,
+    times=0.25,
+    after=(),
+    warm=BASE_RATE,
+    warm_times=0.5,
+    warm_dropout=False,
+)
+BASE_ROUNDED = (
+    *each((8,), ("static symmetric", "static asymmetric", "static asymmetric, percentile, window")),
+    (4, "w4a4"),
+    (2, "groups of 32, full"),
+)
+BASE_ROUNDED_TOO = (
+    *each((8,), (FULL, *W8A8)),
+    *each((4,), ("groups of 32, full", *W4)),
+    (2, "groups of 32, full, by GPTQ"),
+)
+
+
+def base(bits: int, groups: str, rate: float = BASE_RATE) -> Arm:
+    """From the finished float model of the seed, which is the teacher too."""
+    arm = FINISHED_NO_DROPOUT
+    moq = {**(qat(bits).moq or {}), "distillation": {"teacher": BASE_RATE, "labels": 1.0}}
+    return replace(
+        arm,
+        bits=bits,
+        groups=groups,
+        moq=moq,
+        learning_rate=rate,
+        times=0.25,
+        warm=BASE_RATE,
+        warm_again=True,
+    )
+
+
 TRIED_ON_A_GPU = (1, 2)  # Seeds of the plan "gpu".
 THREE_RATES = (1e-4, 2e-4, 4e-4)
 PLANS = {
@@ -286,7 +369,7 @@ PLANS = {
     ),
     "fair": Plan((ROUNDED,), tasks=("mrpc", "cola", "sst2"), bf16=True),
     # What other grids make of the same models, without a step.
-    "grids": Plan((replace(LONG, after=(4, 3, 2), after_groups=MORE_GRIDS),), seeds=(2, 3, 4, 5), bf16=True),
+    "grids": Plan((replace(LONG, after=each((4, 3, 2), MORE_GRIDS)),), seeds=(2, 3, 4, 5), bf16=True),
     # What may close the gap to them: one of them, finished, as start and teacher, which takes half as many steps
     # again; and one run of as many steps that is quantized from its middle on, which needs no teacher.
     "gap": Plan(
@@ -301,7 +384,7 @@ PLANS = {
     # With dropout beside the teacher and without, and what tables at 8 bits change.
     "dropout": Plan(
         (
-            replace(LONG, after=(8, 4, 3, 2), after_groups=(FULL, TABLES)),
+            replace(LONG, after=each((8, 4, 3, 2), (FULL, TABLES))),
             *(replace(arm, dropout=kept) for arm in (finished(2), taught(2)) for kept in (False, True)),
             no_dropout(2),
             replace(LONG, dropout=False),
@@ -433,6 +516,59 @@ PLANS = {
         seeds=(1, 2, 3),
         bf16=True,
     ),
+    # STS-B, with a MiniLM: what training gains over rounding at 3 and 2 bits, and what tables at 4 bits cost. Rates
+    # are the best of a first look on two other seeds.
+    "similarity": Plan(
+        (
+            replace(SIMILAR_FLOAT, after=(*each((4, 3, 2), LOW_GRIDS[1:]), (4, SMALL_TABLES), (2, SMALL_TABLES))),
+            replace(no_dropout(3), learning_rate=1e-4),
+            no_dropout(2),
+            no_dropout(2, SMALL_TABLES),
+        ),
+        ("stsb",),
+        (1, 2, 3, 4, 5),
+        bf16=True,
+    ),
+    # STS-B, with an MPNet of BERT-base's size: what rounded inputs cost, and what training gives back.
+    "base": Plan(
+        (
+            replace(BASE_FLOAT, after=BASE_ROUNDED),
+            base(8, "static symmetric"),
+            base(4, "w4a4", 1e-4),
+            base(2, "groups of 32, full", 1e-4),
+        ),
+        ("stsb",),
+        (1, 2, 3),
+        bf16=True,
+    ),
+    # What else was tried.
+    "base, more": Plan(
+        (
+            replace(BASE_FLOAT, after=BASE_ROUNDED_TOO),
+            *(base(8, groups) for groups in ("static asymmetric", "static asymmetric, percentile, window")),
+            base(4, "w4a4, both products at 8", 1e-4),
+            base(4, "w4, 4-bit inputs", 1e-4),
+            base(2, "groups of 32, full, by GPTQ", 1e-4),
+            base(3, "groups of 32, full", 1e-4),
+        ),
+        ("stsb",),
+        (1, 2, 3),
+        bf16=True,
+    ),
+    "base on a gpu": Plan(
+        (
+            replace(BASE_FLOAT, after=(*BASE_ROUNDED, *BASE_ROUNDED_TOO)),
+            *(
+                base(8, groups)
+                for groups in ("static symmetric", "static asymmetric", "static asymmetric, percentile, window")
+            ),
+            *(base(4, groups, 1e-4) for groups in ("w4a4", "w4a4, both products at 8", "w4, 4-bit inputs")),
+            *(base(bits, "groups of 32, full, by GPTQ", 1e-4) for bits in (2, 3)),
+        ),
+        ("stsb", "mrpc", "cola", "sst2"),
+        bf16=True,
+        gpu=True,
+    ),
     # From the pretrained model and with float models of as many steps, 8 to 2 bits.
     "main": Plan(
         (
@@ -495,6 +631,8 @@ class Run:
 
     def teacher(self) -> "Run | None":
         """The float run whose model this one needs, if any."""
+        if self.arm.warm_again:
+            return replace(self, arm=BASE_FLOAT)
         rate = (self.arm.moq or {}).get("distillation", {}).get("teacher") or self.arm.warm
         if self.arm.warm and self.arm.warm != rate:
             raise ValueError(

@@ -10,12 +10,14 @@ given again. Runs go seed by seed, so that lines written so far compare the same
 `--model_dir` keeps the float models, which are the teachers and what is quantized after training.
 
 All runs: AdamW, linear decay without warmup, batch 32, batches of alike lengths, at most 128 tokens, float32 (bfloat16
-in some plans), gradients clipped to norm 1, one thread, the metric after each epoch.
+in some plans), gradients clipped to norm 1, the metric after each epoch.
 """
 
 import argparse
 import concurrent.futures
 import copy
+import gc
+import itertools
 import json
 import logging
 import multiprocessing
@@ -31,18 +33,21 @@ import elsewhere  # noqa: F401 - scripts/
 from glue_data import TASKS
 from glue_plans import EPOCHS, GROUPS, LATER, PLANS, RESTART, Run
 
-LENGTH, BATCH, EVAL_BATCH = 128, 32, 128
+LENGTH, BATCH, EVAL_BATCH = 128, 32, 32
 DROPOUT = 0.1  # What BERT has.
-METRICS = ("accuracy", "f1", "matthews_correlation", "loss")
+METRICS = ("accuracy", "f1", "matthews_correlation", "pearson", "spearmanr", "loss")
+CALIBRATION = 8  # Batches of the training set, from which rounding learns ranges of inputs and GPTQ its sums.
 
 
 @dataclass
 class Machine:
-    """Where things are; made once in each process."""
+    """Where things are, and whether delivered folders are kept; made once in each process."""
 
     model: str
     data: Path
     models: Path
+    keeps: bool = False
+    threads: int = 1
     tokenizer: Any = None
     encoded: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -78,7 +83,8 @@ class Machine:
         if task not in self.metrics:
             self.metrics[task] = load_metric(task)
         logits = prediction.predictions
-        result = self.metrics[task].compute(predictions=logits.argmax(-1), references=prediction.label_ids)
+        predicted = logits.argmax(-1) if TASKS[task].labels else logits.squeeze(-1)
+        result = self.metrics[task].compute(predictions=predicted, references=prediction.label_ids)
         return {name: float(value) for name, value in result.items()}
 
 
@@ -87,41 +93,50 @@ def folder_of(run: Run) -> str:
     rows = "" if run.rows is None else f"-{run.rows}"
     kind = "" if run.arm.decay == "linear" else f"-{run.arm.decay}"
     kind += "-bf16" * run.bf16 + "-gpu" * run.gpu + "-no-dropout" * (not run.arm.dropout)
+    kind += "-again" * bool(run.arm.warm)
     return f"{run.task}-{run.seed}-{run.arm.learning_rate:g}-{run.epochs:g}{rows}{kind}"
 
 
 _machine: Machine | None = None
 
 
-def _start(model: str, data: Path, models: Path) -> None:
+def _start(model: str, data: Path, models: Path, keeps: bool, threads: int) -> None:
     global _machine
     import torch
     import transformers
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     logging.getLogger("moq_hf").setLevel(logging.ERROR)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    _machine = Machine(model, data, models)
+    _machine = Machine(model, data, models, keeps, threads)
 
 
-def execute(run: Run, is_trained: bool) -> list[dict[str, Any]]:
+def execute(run: Run, is_told: bool) -> list[dict[str, Any]]:
     """Train and evaluate; the lines to write: one, or for a float arm also those of its quantized copies.
 
     Args:
         run: What to do.
-        is_trained: Whether it is a float run whose model and line are there, so that only those of copies are missing.
+        is_told: Whether its own line is there, so that only those of copies are missing.
     """
     import torch
     from environment import machine, versions
 
     here = _machine
     assert here is not None
+    # A run that was killed after it had trained has left its model.
+    is_trained = run.arm.moq is None and (here.float_model(run) / "config.json").exists()
     trainer = trainer_of(run, here, is_trained)
     began, cpu = time.perf_counter(), time.process_time()
     if not is_trained:
         trainer.train()
+    elif not is_told:
+        trainer.evaluate()
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+    delivered = Path(trainer.args.output_dir, "quantized")
+    if here.keeps and delivered.exists():
+        name = f"{run.task}-{run.seed}-{run.arm.bits}-{run.arm.groups}".replace(" ", "-").replace(",", "")
+        shutil.move(delivered, here.models / name)
     shutil.rmtree(trainer.args.output_dir, ignore_errors=True)
     shape = trainer.model.config
     gpu = {"gpu": torch.cuda.get_device_name()} if run.gpu else {}
@@ -133,12 +148,11 @@ def execute(run: Run, is_trained: bool) -> list[dict[str, Any]]:
         "machine": {**machine(), "threads": torch.get_num_threads(), **gpu},
     }
     timed = {"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)}
-    lines = [] if is_trained else [{**line_of(trainer, run), **timed, **common}]
+    lines = [] if is_told else [{**line_of(trainer, run), **timed, **common}]
     if run.arm.moq is None:
         trainer.model.save_pretrained(here.float_model(run))
-        for bits in run.arm.after:
-            for groups in run.arm.after_groups:
-                lines.append({**after_training(trainer, run, bits, groups, GROUPS[groups]), **common, "moq": None})
+        for bits, groups in run.arm.after:
+            lines.append({**after_training(trainer, run, bits, groups, GROUPS[groups]), **common, "moq": None})
     return lines
 
 
@@ -179,7 +193,7 @@ def trainer_of(run: Run, here: Machine, is_trained: bool = False) -> Any:
     # Beside a teacher the product's own switch turns it off, below.
     share = 0.0 if not is_taught and not run.arm.dropout else DROPOUT
     shares = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), share)
-    labels = len(TASKS[run.task].labels)
+    labels = len(TASKS[run.task].labels) or 1  # Scores are a regression.
     model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=labels, **shares)
     if is_taught:
         config["distillation"] |= {"teacher": str(here.float_model(teacher)), "dropout": run.arm.dropout}
@@ -223,8 +237,11 @@ def after_training(trainer: Any, run: Run, bits: int, groups: str, grouping: Map
     schedule = {"quantize_period": 1, "schedule_offset": 0}
     config = {"quantize_bits": {"start_bits": bits, "target_bits": bits}, "quantize_schedule": schedule, **grouping}
     kept = trainer.model
+    # The copy before this one refers to itself, so that it would stay.
+    gc.collect()
     trainer.model = copy.deepcopy(kept)
-    quantize_model(trainer.model, config)
+    inputs = itertools.islice(trainer.get_train_dataloader(), CALIBRATION) if needs_examples(grouping) else None
+    quantize_model(trainer.model, config, inputs=inputs)
     trainer.model_wrapped = trainer.model
     metrics = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
     trainer.model = trainer.model_wrapped = kept
@@ -235,6 +252,12 @@ def after_training(trainer: Any, run: Run, bits: int, groups: str, grouping: Map
         "metrics": {name: metrics[name] for name in METRICS if name in metrics},
         "mean_bits": float(bits),
     }
+
+
+def needs_examples(grouping: Mapping[str, Any]) -> bool:
+    """Whether rounding learns from examples: for static ranges of inputs, or by GPTQ."""
+    inputs = grouping.get("activation_quantization", {"scale": "per_token"})
+    return "gptq" in grouping["quantize_algo"] or inputs.get("scale", "static") == "static"
 
 
 def mean_bits(layers: Collection[Any]) -> float:
@@ -263,8 +286,7 @@ def waiting(args: argparse.Namespace, lines: list[dict[str, Any]]) -> Iterator[R
             quantized.setdefault(key_of(line), set()).add((line["bits"], line["groups"]))
 
     def is_done(run: Run) -> bool:
-        wanted = {(bits, groups) for bits in run.arm.after for groups in run.arm.after_groups}
-        return run.key() in done and wanted <= quantized.get(run.key(), set())
+        return run.key() in done and quantized.get(run.key(), set()).issuperset(run.arm.after)
 
     asked: set[str] = set()
     seeds = args.seeds or sorted({seed for name in args.plan for seed in PLANS[name].seeds})
@@ -294,7 +316,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the plans")
     parser.add_argument("--rows", type=int, help="only the first ones of each set, to try it")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--model_dir", type=Path, default=Path("runs/glue_study"))
+    parser.add_argument("--keep", action="store_true", help="keep delivered folders in --model_dir too")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "glue_study.jsonl")
     parser.add_argument("--list", action="store_true", help="tell what is missing and stop")
     args = parser.parse_args(argv)
@@ -312,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(run.task, run.seed, run.arm.name, run.arm.bits, run.arm.groups, f"{run.arm.learning_rate:g}")
         return
     args.model_dir.mkdir(parents=True, exist_ok=True)
-    settings = (args.model_name_or_path, args.data_dir, args.model_dir)
+    settings = (args.model_name_or_path, args.data_dir, args.model_dir, args.keep, args.threads)
     server = multiprocessing.get_context("forkserver")
     with concurrent.futures.ProcessPoolExecutor(args.processes, server, _start, settings) as pool:
         pending: dict[concurrent.futures.Future[list[dict[str, Any]]], Run] = {}
@@ -322,8 +346,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             ready = [run for run in queue if run.teacher() is None or run.teacher().key() not in trained]
             for run in ready[: args.processes - len(pending)]:
                 queue.remove(run)
-                is_trained = run.key() in done and (args.model_dir / folder_of(run)).exists()
-                pending[pool.submit(execute, run, is_trained)] = run
+                pending[pool.submit(execute, run, run.key() in done)] = run
             finished, _ = concurrent.futures.wait(pending, return_when="FIRST_COMPLETED")
             for future in finished:
                 run = pending.pop(future)

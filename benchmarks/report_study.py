@@ -1,8 +1,8 @@
 """What the lines of benchmarks/glue_study.py say: scores by seed, and differences that are paired by seed.
 
-The score of a run is accuracy (SST-2), Matthews correlation (CoLA) or the mean of accuracy and F1 (MRPC), times 100,
-after the last epoch. A difference is the mean over the seeds that both arms have, with its 95 % confidence interval of
-Student's t.
+The score of a run is accuracy (SST-2), Matthews correlation (CoLA), the mean of accuracy and F1 (MRPC) or Spearman's
+correlation (STS-B), times 100, after the last epoch. A difference is the mean over the seeds that both arms have, with
+its 95 % confidence interval of Student's t.
 """
 
 import json
@@ -31,6 +31,7 @@ class Ways(NamedTuple):
         bf16: Computed in bfloat16.
         dropout: With dropout beside a teacher, or throughout a run without one.
         gpu: Trained on a GPU.
+        model: As its lines have it.
     """
 
     arm: str
@@ -40,6 +41,7 @@ class Ways(NamedTuple):
     bf16: bool = True
     dropout: bool = True
     gpu: bool = False
+    model: str = "bert, 6 layers of 384"
 
 
 FLOAT = Ways("float", "8 blocks")
@@ -48,15 +50,15 @@ LONG = Ways("float", "8 blocks", times=2, rates=LONG_RATES)
 
 @cache
 def lines() -> list[dict[str, Any]]:
-    """All that are committed; those of arms whose code is gone are in a file of their own."""
-    paths = (RESULTS / "glue_study_dropped.jsonl", RESULTS / "glue_study.jsonl")
+    """All that are committed; those of arms whose code is gone, and of a larger model, are in files of their own."""
+    paths = (RESULTS / f"{name}.jsonl" for name in ("glue_study_dropped", "glue_study", "glue_base"))
     return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def score(metrics: Mapping[str, float]) -> float:
     """The score of a run, in points."""
-    names = ("matthews_correlation",) if "matthews_correlation" in metrics else ("accuracy", "f1")
-    return 100 * statistics.fmean(metrics[name] for name in names if name in metrics)
+    correlations = [metrics[name] for name in ("matthews_correlation", "spearmanr") if name in metrics]
+    return 100 * statistics.fmean(correlations or [metrics[name] for name in ("accuracy", "f1") if name in metrics])
 
 
 def scores(task: str, ways: Ways, bits: int = 32) -> dict[int, float]:
@@ -73,6 +75,7 @@ def scores(task: str, ways: Ways, bits: int = 32) -> dict[int, float]:
         "bf16": ways.bf16,
         "dropout": ways.dropout,
         "gpu": ways.gpu,
+        "model": ways.model,
         "held_out": None,  # As lines have it that were scored on rows held out of training.
     }
     own = [line for line in lines() if all(line.get(name, LATER.get(name)) == wanted[name] for name in wanted)]

@@ -579,6 +579,104 @@ def rounded_inputs() -> list[list[Any]]:
     return [["weights, inputs", "cosine"], *([name, f"{cosine:.4f}"] for name, cosine in cosines)]
 
 
+# An MPNet of BERT-base's size on STS-B: a float model, and half an epoch with it as start and teacher.
+BASE_TASK = ("stsb",)
+BASE = Ways(
+    glue_plans.BASE_FLOAT.name,
+    "8 blocks",
+    times=0.25,
+    rates={"stsb": 5e-5},
+    dropout=False,
+    model="mpnet, 12 layers of 768",
+)
+SIMILAR = LONG._replace(dropout=False)
+GRIDS = ("per channel, full", "groups of 32, full")
+# What weights and inputs are rounded to, by what the page calls it: bits and a key of `glue_plans.GROUPS`.
+BASE_FORMS = {
+    "8 bits": (8, "per channel, full"),
+    "8 bits; 8, static symmetric": (8, "static symmetric"),
+    "the same, without the outlier layers": (8, "static symmetric, outlier layers in float"),
+    "`w8a8`: 8 bits; 8, static asymmetric": (8, "static asymmetric"),
+    "the same, percentile 99.99 and window": (8, "static asymmetric, percentile, window"),
+    "8 bits; 8, per token": (8, "per token"),
+    "4 bits, groups of 32": (4, "groups of 32, full"),
+    "`w4a8`: 4 bits, groups of 32; 8, per token": (4, "w4a8"),
+    "4 bits, groups of 32; 4, per token": (4, "w4, 4-bit inputs"),
+    "the same, second products at 8": (4, "w4a4"),
+    "the same, both products at 8": (4, "w4a4, both products at 8"),
+    "2 bits, groups of 32": (2, "groups of 32, full"),
+    "2 bits, groups of 32, by GPTQ": (2, "groups of 32, full, by GPTQ"),
+}
+
+
+def base_trained(groups: str, bits: int) -> dict[int, float]:
+    """Scores of the models trained to a form of the plan "base", by seed."""
+    plans = (*glue_plans.PLANS["base"].arms, *glue_plans.PLANS["base, more"].arms)
+    rates = [arm.learning_rate for arm in plans if (arm.groups, arm.bits) == (groups, bits) and arm.moq is not None]
+    if not rates:
+        return {}
+    arm = glue_plans.base(bits, groups)
+    ways = BASE._replace(arm=arm.name, groups=groups, times=arm.times, rates={"stsb": rates[0]})
+    return average(BASE_TASK, ways, bits)
+
+
+def base_rounded(groups: str, bits: int) -> dict[int, float]:
+    """Scores of the float models of the plan "base", rounded, by seed."""
+    return average(BASE_TASK, BASE._replace(arm="after training", groups=groups), bits)
+
+
+def base() -> list[list[Any]]:
+    """Spearman's correlation on STS-B of a model of BERT-base's size: points against float."""
+    floats = average(BASE_TASK, BASE)
+    found: list[list[Any]] = [["weights; inputs", "rounded", "trained"]]
+    found.append(["float", f"{mean(floats):.1f}", ""])
+    for name, (bits, groups) in BASE_FORMS.items():
+        scores_of = (base_rounded(groups, bits), base_trained(groups, bits))
+        found.append([name, *(interval_of(each, floats) for each in scores_of)])
+    return found
+
+
+# The forms of page one: what it calls them, bits, a key of `glue_plans.GROUPS`, and one of the sizes' `FORMS`.
+FIRST_FORMS = {
+    "8-bit weights and inputs, static": (8, "static symmetric", "static asymmetric"),
+    "4-bit weights and inputs": (4, "w4a4", "w4a4, both products at 8"),
+    "2-bit weights": (2, "groups of 32, full", "groups of 32, full"),
+}
+
+
+def pictured() -> dict[str, tuple[float, ...]]:
+    """MB and score of the float model, and MB with the scores rounded and trained of each form of page one."""
+    bytes_of = document("sizes")["models"]["all-mpnet-base-v2"]
+    found: dict[str, tuple[float, ...]] = {"float": (bytes_of["float"] / 1e6, mean(average(BASE_TASK, BASE)))}
+    for name, (bits, groups, size) in FIRST_FORMS.items():
+        scores_of = mean(base_rounded(groups, bits)), mean(base_trained(groups, bits))
+        found[name] = (bytes_of["forms"][size] / 1e6, *scores_of)
+    return found
+
+
+def similarity() -> list[list[Any]]:
+    """The same of a MiniLM at equal steps, and what its delivered file weighs with tables at 8 and at 4 bits."""
+    floats = average(BASE_TASK, SIMILAR)
+    rounded = SIMILAR._replace(arm="after training")
+    sizes = document("sizes")["models"]["all-MiniLM-L6-v2"]
+    found: list[list[Any]] = [["bits", "rounded", "rounded, groups of 32", "trained", "MB"]]
+    found.append(["float", f"{mean(floats):.1f}", "", "", f"{sizes['float'] / 1e6:.1f}"])
+    for bits, rate in ((4, 0.0), (3, 1e-4), (2, 2e-4)):
+        cells = [interval_of(average(BASE_TASK, rounded._replace(groups=groups), bits), floats) for groups in GRIDS]
+        trained = NO_DROPOUT._replace(rates={"stsb": rate}) if rate else None
+        cells.append(interval_of(average(BASE_TASK, trained, bits), floats) if trained else "")
+        found.append([bits, *cells, f"{sizes['tables at 8 bits'][str(bits)] / 1e6:.1f}"])
+    small = average(BASE_TASK, NO_DROPOUT._replace(groups=glue_plans.SMALL_TABLES), 2)
+    size = f"{sizes['tables at 4 bits']['2'] / 1e6:.1f}"
+    found.append(["2, tables at 4", "", "", interval_of(small, floats), size])
+    return found
+
+
+def interval_of(ours: Mapping[int, float], floats: Mapping[int, float]) -> str:
+    """Points against float; nothing where there is no run."""
+    return paired(ours, floats) if ours else ""
+
+
 def reliability() -> list[list[Any]]:
     """What went wrong on purpose, and what came of it."""
     kills, sharded, fuzz = lines_of("kills"), lines_of("kills_sharded"), document("fuzz_config")
@@ -689,6 +787,8 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "int8 speeds": int8_speeds,
     "rounded inputs": rounded_inputs,
     "embedding models": embedding_models,
+    "base": base,
+    "similarity": similarity,
     "reliability": reliability,
     "versions": versions,
     "neighbors": neighbors,
