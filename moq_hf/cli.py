@@ -203,7 +203,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(directory: str) -> None:
-    from .packed.found import found_grids, found_table, has_floats
+    from .packed.found_grids import found_grids, found_table, has_floats
     from .packed.state import STATE_NAME, served_by
     from .packed.verify import verify_quantized
     from .serving import served_table

@@ -12,6 +12,7 @@ that hold all groups, that of the fewest bits counts, then the one with the long
 Groups of zeros lie on every grid.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -196,14 +197,20 @@ def find_grid(weight: Tensor) -> FoundGrid:
         found = _described(
             _multiples(x, each.has_minimum), each.row_size, each.format, len(weight)
         )
-        best = max(best, found, key=lambda grid: grid.share)
+        if not best.bits or _tenths(found) > _tenths(best):
+            best = found
     return best
 
 
 def _preference(found: FoundGrid) -> tuple[float, ...]:
     size = found.row_size or 1 << 30
     is_fp4 = found.format != "int"
-    return -found.share, found.has_minimum, found.bits, -size, is_fp4
+    return -_tenths(found), found.has_minimum, found.bits, -size, is_fp4
+
+
+def _tenths(found: FoundGrid) -> int:
+    """The share in tenths, 10 only for a whole; a weight off the grid spoils less of short groups."""
+    return math.floor(10 * found.share)
 
 
 def _cut(weight: Tensor) -> Iterator[tuple[int | None, Format, bool, Tensor]]:
@@ -330,13 +337,32 @@ def _rounded(exact: _Exact, step: Tensor) -> Tensor:
 
 
 def _described(
-    found: _Multiples, row_size: int | None, format: Format, rows: int = 0
+    found: _Multiples,
+    row_size: int | None,
+    format: Format,
+    rows: int = 0,
+    usual: bool = False,
 ) -> FoundGrid:
-    """The grid that the multiples need, and, if `rows` are given, how many groups lie on it, and their scales."""
+    """The grid that the multiples need, and how many groups lie on it.
+
+    Args:
+        found: The multiples.
+        row_size: Weights of a row in a group; None for whole rows.
+        format: Kind of codes.
+        rows: Rows of the weight, if scales are wanted.
+        usual: Whether the bits are those of most groups, instead of all.
+    """
     codes = found.codes
     high = codes.amax(1).clamp(min=0).int()
     low = -codes.amin(1).clamp(max=0).int()
-    bits, full, symmetric = _bits_of(torch.maximum(high, low), torch.minimum(high, low))
+    larger, smaller = torch.maximum(high, low), torch.minimum(high, low)
+    if usual:
+        # A group that is on the grid by chance may need more bits than the others.
+        place = int(0.9 * (len(larger) - 1))
+        is_usual = larger <= larger.sort().values[place]
+        high, low = high * is_usual, low * is_usual
+        larger, smaller = larger * is_usual, smaller * is_usual
+    bits, full, symmetric = _bits_of(larger, smaller)
     if found.low is not None or format == "int":
         span = int((high + low).max())
         asymmetric = min(max(2, span.bit_length()), MOST_BITS)
@@ -368,7 +394,9 @@ def _described(
             if rows and found.low is None:
                 best = replace(best, scales=scaled.scales(tried, rows))
             break
-    return best
+    if best.is_whole or usual:
+        return best
+    return _described(found, row_size, format, rows, usual=True)
 
 
 def _bits_of(larger: Tensor, smaller: Tensor) -> tuple[int, bool, bool]:
@@ -458,9 +486,15 @@ def _room(codes: Tensor, grid: FoundGrid) -> Tensor:
     low = -codes.amin(1).clamp(max=0).int()
     larger, smaller = torch.maximum(high, low), torch.minimum(high, low)
     if grid.format != "int":
-        return _E2M1[-1] // larger.clamp(min=1)
+        return _times(larger, _E2M1[-1])
     if not grid.symmetric:
-        return (2**grid.bits - 1) // (high + low).clamp(min=1)
+        return _times(high + low, 2**grid.bits - 1)
     top = 2 ** (grid.bits - 1)
-    room = (top - (not grid.full)) // larger.clamp(min=1)
-    return torch.minimum(room, (top - 1) // smaller.clamp(min=1))
+    room = _times(larger, top - (not grid.full))
+    return torch.minimum(room, _times(smaller, top - 1))
+
+
+def _times(codes: Tensor, most: int) -> Tensor:
+    """How many times codes go into the largest one."""
+    times: Tensor = torch.full_like(codes, most).floor_divide_(codes.clamp(min=1))
+    return times

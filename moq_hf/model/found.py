@@ -76,22 +76,21 @@ def _check_whole(found: Mapping[str, FoundGrid]) -> None:
     off = {name: grid for name, grid in found.items() if grid.scales is None}
     if not off:
         return
-    told = [
-        f"{name} ({grid.in_words}"
-        + (
-            f", {100 * grid.share:.2f} % of it"
-            if grid.bits and not grid.is_whole
-            else ""
+    reasons: dict[str, list[str]] = {}
+    for name, grid in off.items():
+        share = (
+            f"{100 * grid.share:.2f} % on " if grid.bits and not grid.is_whole else ""
         )
-        + ")"
-        for name, grid in off.items()
-    ]
+        reasons.setdefault(f"{share}{grid.in_words}", []).append(name)
+    told = "; ".join(
+        f"{shortened(names, MOST_FAULTS)} ({words})" for words, names in reasons.items()
+    )
     why = ""
     if any(grid.has_minimum for grid in off.values()):
         why = "; a minimum, as of Q4_1, is no whole multiple of its scale, and folders have no place for it"
     raise MoQError(
-        f'grid: "found" needs weights that lie wholly on a grid, and these do not: {shortened(told, MOST_FAULTS)}{why}; name '
-        " these layers in modules_to_not_convert, or give bits instead of grid"
+        f'grid: "found" needs weights that lie wholly on a grid of moq_hf, which these do not: {told}{why}; name '
+        "these layers in modules_to_not_convert, or give bits instead of grid"
     )
 
 
