@@ -30,7 +30,7 @@ from .config_fields import DistillationConfig
 from .errors import MoQError, one_line
 from .forecast import Plan, plan
 from .model.convert import check_bypassed_weights, is_quantized, tells_of_saves
-from .model.selection import take_inventory
+from .model.found import take_found
 from .names import pretrained, uncompiled
 from .packed.load_check import ReferenceOutputs, kept_batch
 from .packed.save import Delivered, SaveOptions, deliver
@@ -257,7 +257,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             return
         self._find_trainer(state)
         self._check_surroundings(args, kwargs["model"])
-        inventory = take_inventory(kwargs["model"], self.config)
+        inventory, self.config = take_found(kwargs["model"], self.config)
         if is_quantized(inventory.model):
             # An earlier run quantized it: until training begins, evaluation must give
             # what that run delivered.
@@ -309,7 +309,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             raise MoQError(
                 f"the run has no optimizer step: set num_train_epochs or max_steps to more than {run.first}"
             )
-        self.controller = controller = MoQController(model, self.config, run.length)
+        inventory, self.config = take_found(model, self.config)
+        self.controller = controller = MoQController(inventory, self.config, run.length)
         self._check_host(controller, args)
         self._check_optimizer(controller, kwargs.get("optimizer"))
         # So that the Trainer can load what it saves.

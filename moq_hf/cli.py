@@ -194,12 +194,25 @@ def _add_packed(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        help="a packed checkpoint, or an ordinary folder of floats or a GGUF file, whose grids are found",
+    )
+
+
 def _inspect(directory: str) -> None:
-    from .packed.state import served_by
+    from .packed.found_grids import found_grids, found_table, has_floats
+    from .packed.state import STATE_NAME, served_by
     from .packed.verify import verify_quantized
     from .serving import served_table
     from .text import table
 
+    folder = Path(directory)
+    if has_floats(folder) and not (folder / STATE_NAME).exists():
+        print(found_table(found_grids(folder)))
+        return
     found = verify_quantized(directory)
     print("\n".join([found.verdict(), *found.totals()]))
     print(f"\n{table(found.rows(), left=(0, 2))}")
@@ -378,10 +391,11 @@ _COMMANDS: dict[str, tuple[Callable[[Any], None], Callable[..., None], str, str]
         "was evaluated.",
     ),
     "inspect": (
-        _add_packed,
+        _add_inspect,
         _inspect,
-        "verify a packed checkpoint, print its layers and who can serve it",
-        "Verify a packed checkpoint, print its layers, and say which servers take it.",
+        "verify a packed checkpoint, print its layers and who can serve it; or find the grids of float weights",
+        "Verify a packed checkpoint, print its layers, and say which servers take it. For a folder of floats or a "
+        "GGUF file, say on which grid each weight matrix lies, and how much of it.",
     ),
     "export": (
         _add_export,

@@ -178,11 +178,13 @@ class MoQConfig(ConfigFields):
         return f"<pre>{changed}</pre><details><summary>All keys</summary><pre>{every}</pre></details>"
 
     def to_dict(self) -> dict[str, Any]:
-        """The config in keywords, except `train` if it is "weights"; `from_dict` makes an equal config from it."""
+        """The config in keywords, except `train` and `grid` at their defaults; `from_dict` makes an equal config."""
         written: dict[str, Any] = to_jsonable_python(self)
-        # So that versions without the key read what runs without it write.
+        # So that versions without the keys read what runs without them write.
         if self.train == "weights":
             del written["train"]
+        if self.grid is None:
+            del written["grid"]
         return written
 
     def to_deepspeed(self) -> dict[str, Any]:
@@ -191,7 +193,7 @@ class MoQConfig(ConfigFields):
 
     def flat(self) -> dict[str, Any]:
         """The value of each key by its path: `bits`, `eigenvalue.tol`."""
-        found = {"train": self.train}
+        found: dict[str, Any] = {"train": self.train, "grid": self.grid}
         for name, value in self.to_dict().items():
             if isinstance(places()[name], str):
                 found[name] = value

@@ -421,6 +421,14 @@ class ConfigFields:
             "rounded, and the scales of layers are all that trains, as parameters of the model"
         ),
     ] = "weights"
+    grid: Annotated[
+        Literal["found"] | None,
+        key(
+            "`found`: each layer is quantized on the grid that its weights lie on already, with the scales that they "
+            "have, which stay; what else says a grid, from `bits` to `format`, follows from the weights; null: these "
+            "keys say it"
+        ),
+    ] = None
     bits: Annotated[
         Bits
         | Annotated[
@@ -808,7 +816,7 @@ class ConfigFields:
         )
 
     @property
-    def grid(self) -> Grid:
+    def float32_grid(self) -> Grid:
         """The grid of a float32 model's linear layers, whatever their bits."""
         return self.grid_of("float32")
 
@@ -905,6 +913,7 @@ class ConfigFields:
         yield from self._bits_conflicts(spell)
         yield from self._format_conflicts(spell)
         yield from self._scales_conflicts(spell)
+        yield from self._found_conflicts(spell)
         yield from self._input_conflicts(spell("activations"))
         yield from self._override_conflicts(spell)
 
@@ -971,7 +980,7 @@ class ConfigFields:
         least = min(self.targets)
         if least == 1 and not self.symmetric:
             yield f"{spell('bits')}: 1 bit is symmetric only; set {spell('q_type')} to symmetric, or 2 bits"
-        if self.rounding == "stochastic" and not self.grid.at(least).is_uniform:
+        if self.rounding == "stochastic" and not self.float32_grid.at(least).is_uniform:
             yield (
                 f"{spell('rounding')}: stochastic needs equal steps, which {self.q_type} grids of {least} bits do not "
                 f"have; set it to nearest, or {spell('bits')} to 3 or more"
@@ -1019,6 +1028,24 @@ class ConfigFields:
                     f"{instead}"
                 )
 
+    def _found_conflicts(self, spell: Speller) -> Iterator[str]:
+        if self.grid is None:
+            return
+        faults = {
+            "bits": (self.budget, "a budget would choose other bits"),
+            "start_bits": (self.falls and not self.budget, "bits would fall"),
+            "offset": (self.offset, "weights would leave their grids before it"),
+            "rounding": (self.rounding != "nearest", "weights would be moved"),
+            "scale": (self.scale == "mse", "scales are those of the weights"),
+            "gptq": (self.gptq, "there is nothing left to round"),
+            "groups": (isinstance(self.groups, int), "rows have their own scales"),
+            "blend.enabled": (self.blend.enabled, "there is no float weight to blend"),
+            "lora": (self.lora, "adapters would move the weights"),
+        }
+        for path, (is_so, why) in faults.items():
+            if is_so:
+                yield f'{spell(path)}: {why}, and {spell("grid")} "found" keeps the grids of the weights; leave it out'
+
     def _bits_fault(self, spell: Speller) -> str | None:
         start, target = self.start_bits, self.targets[0]
         default = " (it is the default); set it to 8, 4, 3 or 2"
@@ -1029,7 +1056,7 @@ class ConfigFields:
                 else f"; bits only fall, so {spell('start_bits')} must be {target} or more"
             )
             return f"{spell('bits')} {target} is above {spell('start_bits')} {start}{advice}"
-        if self.enabled and target == 16:
+        if self.enabled and target == 16 and self.grid is None:
             return f"{spell('bits')}: 16 would quantize nothing{default}"
         return None
 

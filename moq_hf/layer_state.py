@@ -1,5 +1,6 @@
 """The state of a layer's quantization, from which a forward pass makes the layer's quantized weight."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +23,9 @@ from .forward_pass import (
 )
 from .grid import Grid, Precision
 from .inputs import InputObserver
+from .lattice import FoundGrid
 from .processes import is_sharded
-from .quantizer import RoundingSeed
+from .quantizer import RoundingSeed, Scales
 from .schedule import FLOAT_BITS
 from .seams.transformers import frames, is_exporting, is_transformed, pre_hooks
 from .straight_through import straight_through
@@ -111,6 +113,8 @@ class LayerState:
             see `MergedLora`.
         trained: The scales that are trained in place of the weight, and its codes, if
             `"train": "scales"` asks for that.
+        found: The grid that the weight lay on, whose scales stay, if `"grid": "found"` asks
+            for that; else None.
         passes: The quantized weights of the model's passes, shared with its other layers.
         read_dtype: The dtype in which a forward pass last multiplied by the weight.
         is_tied: Whether another layer has the same weight.
@@ -143,6 +147,7 @@ class LayerState:
     dtype: torch.dtype = torch.float32
     lora: Any = field(default=None, repr=False)
     trained: TrainedScales | None = field(default=None, repr=False)
+    found: FoundGrid | None = field(default=None, repr=False)
     passes: PassWeights = field(default_factory=PassWeights, repr=False)
     read_dtype: torch.dtype = torch.float32
     is_tied: bool = False
@@ -169,6 +174,11 @@ class LayerState:
     def precision(self) -> Precision:
         """The grid at the bits that the layer has now."""
         return self.grid.at(self.bits)
+
+    @property
+    def scales(self) -> Scales | None:
+        """The scales that stay whatever the weight becomes; None if they follow from it."""
+        return None if self.found is None else self.found.scales
 
     def read(self, weight: Tensor) -> Tensor:
         """Read a parameter: in a forward pass the quantized weight, in the parameter's dtype, elsewhere the parameter.
@@ -337,6 +347,9 @@ class LayerState:
         """True if a pass may make the quantized weight when it begins."""
         if self.bits == FLOAT_BITS or self.config.kernel is False or self.trained:
             return False
+        # The kernel computes scales from weights.
+        if self.found is not None:
+            return False
         # Gradients of a tied weight are added in the order of its uses, and a hook may
         # recompute a weight that has a graph.
         if self.is_tied or weight.grad_fn is not None:
@@ -379,6 +392,8 @@ class LayerState:
         else:
             has_kernel = self.config.kernel is not False
             rounded = triton_quant.rounded if has_kernel else quantizer.rounded
+            if self.found is not None:
+                rounded = functools.partial(quantizer.rounded, scales=self.scales)
             values, scale = rounded(
                 to_rows(weight.detach(), self.kind),
                 self.precision,

@@ -130,8 +130,10 @@ def quantize_loaded(model: nn.Module, config: MoQConfig) -> None:
         return
     # A run merges PEFT's adapters, which can only come later.
     quantize_model(model, replace(config, lora=None))
-    for layer in quantized_layers(model).values():
-        layer.moq.config = config
+    layers = quantized_layers(model).values()
+    followed = replace(next(iter(layers)).moq.config, lora=config.lora)
+    for layer in layers:
+        layer.moq.config = followed
     for module in model.modules():
         if isinstance(vars(module).get("save_pretrained"), FloatSaves):
             vars(module)["save_pretrained"] = PackedSaves(module)

@@ -116,7 +116,11 @@ class QuantizedWeight:
             return
         try:
             values = quantizer.quantize(
-                to_rows(weight, self.kind), state.bits, state.grid, ratio=state.ratio
+                to_rows(weight, self.kind),
+                state.bits,
+                state.grid,
+                ratio=state.ratio,
+                scales=state.scales,
             )
         except ValueError as error:
             name = parameter_of(state.name, state.kind)
@@ -199,6 +203,8 @@ class QuantizedWeight:
             state.inputs.move_to(device)
         if state.trained is not None:
             state.trained.move_to(device)
+        if state.found is not None:
+            state.found = state.found.on(device)
 
     def release(self) -> None:
         """Leave the weight in float."""

@@ -112,6 +112,18 @@ class Quantized(NamedTuple):
     zero_point: Tensor | None
 
 
+class Scales(NamedTuple):
+    """The scales and zero points of a weight's groups, which do not follow from its values.
+
+    Attributes:
+        scale: As of `Quantized`.
+        zero_point: As of `Quantized`.
+    """
+
+    scale: Tensor
+    zero_point: Tensor | None = None
+
+
 def quantize(
     weight: Tensor,
     bits: int,
@@ -119,6 +131,7 @@ def quantize(
     *,
     ratio: Tensor | None = None,
     seed: RoundingSeed = _FIRST,
+    scales: Scales | None = None,
 ) -> Quantized:
     """Quantize a weight to integer codes.
 
@@ -129,6 +142,7 @@ def quantize(
         ratio: Clipping ratios, float32 of the scale's shape, above 0. None is 1
             everywhere (absmax).
         seed: The random numbers of stochastic rounding.
+        scales: Scales and zero points to take; None computes them.
 
     Raises:
         ValueError: Bits, grid or ratio do not fit the weight, or the weight holds NaN
@@ -141,7 +155,7 @@ def quantize(
     precision = grid.at(bits)
     x = _groups(weight, shape)
     noise = uniform(x, seed) if grid.stochastic else None
-    scale, offset = _scales(x, precision, ratio)
+    scale, offset = _scales(x, precision, ratio, scales)
     buffer = torch.empty_like(x, dtype=torch.float32)
     codes = _codes(x, precision, scale, offset, noise, buffer)
     if not bool(torch.isfinite(scale).all()):
@@ -266,11 +280,12 @@ def rounded(
     seed: RoundingSeed = _FIRST,
     blend: float = 0.0,
     dtype: torch.dtype | None = None,
+    scales: Scales | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `fake_quantize_with_scale`, without checks: `check` has accepted the arguments."""
+    """As `fake_quantize_with_scale`, without checks: `check` has accepted the arguments; `scales` as for `quantize`."""
     grid = precision.grid
     x = _groups(weight, grid.grouping.shape(*weight.shape))
-    scale, offset = _scales(x, precision, ratio)
+    scale, offset = _scales(x, precision, ratio, scales)
     noise = uniform(x, seed) if grid.stochastic else None
     out = torch.empty_like(x, dtype=dtype or weight.dtype)
     whole = x, scale, offset, noise, out
@@ -279,10 +294,10 @@ def rounded(
     # A float32 result with equal steps is computed in place, without a buffer to keep in the caches.
     if is_buffered or precision.is_float or not precision.is_uniform:
         blocks = _blocks(*whole)
-    clips = ratio is not None or precision.clips
-    for part, scales, offsets, noises, result in blocks:
+    clips = ratio is not None or scales is not None or precision.clips
+    for part, factors, offsets, noises, result in blocks:
         values = torch.empty_like(part, dtype=torch.float32) if is_buffered else result
-        _on_grid(part, precision, scales, offsets, noises, values, clips)
+        _on_grid(part, precision, factors, offsets, noises, values, clips)
         if blend:
             values.mul_(1.0 - blend).add_(part.to(torch.float32) * blend)
         if is_buffered:
@@ -456,13 +471,21 @@ def _blocks(
 
 
 def _scales(
-    x: Tensor, precision: Precision, ratio: Tensor | None
+    x: Tensor,
+    precision: Precision,
+    ratio: Tensor | None,
+    given: Scales | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Find the scale of groups, and their offset: the zero point, or the threshold of ternary groups.
 
     Both are float32 `[groups, 1]`; the offset is None for symmetric grids with equal
     steps.
     """
+    if given is not None:
+        # A scale is not finite where a weight is not.
+        scale = given.scale.reshape(-1, 1) + 0.0 * x.abs().amax(1, keepdim=True)
+        zero = given.zero_point
+        return scale, None if zero is None else zero.reshape(-1, 1).float()
     if precision.is_uniform:
         ratio = None if ratio is None else ratio.reshape(-1, 1)
         return _uniform_scale(*_range(x, precision), precision, ratio)

@@ -16,7 +16,7 @@ from .errors import MoQError, explained, shortened
 from .forward_pass import makes_state
 from .inputs import InputObserver, update_ranges
 from .model.convert import check_finite, dequantize_model, prepare_model
-from .model.selection import take_inventory
+from .model.found import take_found
 from .model.sizes import ModelSizes
 from .processes import is_first_process, is_gathered_per_pass
 from .quantized_weight import QuantizedWeight, inputs_of
@@ -95,7 +95,7 @@ def quantize_model(
             "MoQTrainer"
         )
     batches = _batches(inputs, config) if config.enabled else []
-    inventory = take_inventory(model, config)
+    inventory, config = take_found(model, config)
     layers, embeddings = prepare_model(inventory, config)
     try:
         for name, layer in layers.items():

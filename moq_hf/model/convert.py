@@ -166,6 +166,7 @@ def prepare_model(
             name=name,
             passes=passes,
             read_dtype=mixed_precision() or weight.dtype,
+            found=inventory.found.get(name),
         )
         rounded = config.input_grid_of(name, inventory.wide)
         if rounded is not None and kind in ("linear", "conv1d"):

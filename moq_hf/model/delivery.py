@@ -181,5 +181,5 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
         weights=by_matrix(weights),
         floats=others - weights.keys(),
         is_encoder_decoder=bool(getattr(config_of_model, "is_encoder_decoder", False)),
-        scales=config.grid.scale_dtype,
+        scales=config.float32_grid.scale_dtype,
     )

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from ..config import MoQConfig
 from ..errors import MoQError
 from ..grid import Grid, PerChannel, RowBlocks
+from ..lattice import FoundGrid
 from ..names import adapters, is_below, named_modules, unwrapped, without_peft
 from ..processes import is_sharded, shape_of
 from ..quant_experts import matrix_of
@@ -67,6 +68,8 @@ class Inventory:
         tables_stay: Why the tables stay in float although the config says "auto".
         tied: Module to the one of `layers` or `embeddings` whose weight it shares, and
             with it the quantized copy.
+        found: The grids that the weights of layers and experts lie on, if `"grid": "found"`
+            asks for them; see `found.take_found`.
         left_out: Linear layers that stay in float, and tables and convolutions that
             were meant to be quantized, by name: the reason, or None if it is the config
             or the layer's place.
@@ -89,6 +92,7 @@ class Inventory:
     tables_stay: str | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str | None] = field(default_factory=dict)
+    found: Mapping[str, FoundGrid] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, model: Any, merged: bool = False) -> "Inventory":

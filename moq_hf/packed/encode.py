@@ -236,6 +236,7 @@ class Encoder:
         weight = to_rows(parameter, spec.kind).contiguous()
         spec = replace(spec, full_shape=tuple(parameter.shape), dtype=weight.dtype)
         ratio = None if state.ratio is None else state.ratio.to(weight.device)
+        scales = None if state.found is None else state.found.on(weight.device).scales
         if spec.stored == FLOAT:
             if state.bits != FLOAT_BITS:
                 weight = quantizer.fake_quantize(
@@ -254,7 +255,12 @@ class Encoder:
             try:
                 # Frozen codes are in use, whatever has become of the weight.
                 values = (trained and trained.start) or quantizer.quantize(
-                    weight, state.bits, state.grid, ratio=ratio, seed=state.seed
+                    weight,
+                    state.bits,
+                    state.grid,
+                    ratio=ratio,
+                    seed=state.seed,
+                    scales=scales,
                 )
             except ValueError as error:
                 raise MoQError(

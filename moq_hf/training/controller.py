@@ -14,6 +14,7 @@ from ..config import MoQConfig
 from ..errors import MoQError, explained
 from ..forward_pass import makes_state
 from ..inputs import load_ranges, ranges_of, update_ranges
+from ..lattice import FoundGrid
 from ..model.convert import check_finite, check_scales, prepare_model
 from ..model.inventory import Inventory
 from ..model.selection import split_blocks, take_inventory
@@ -33,6 +34,8 @@ from .resume import (
     load_schedule,
     ratios_in_letters,
     ratios_of_letters,
+    scales_in_text,
+    scales_of_text,
     what_counts,
 )
 from .sensitivity import Sensitivity
@@ -338,7 +341,12 @@ class MoQController:
             else self.sensitivity.state_dict(),
             "choice": None if self.choice is None else asdict(self.choice),
             "handed_dtype": handed_dtype(self.all_layers),
-        }
+        } | self._scales_in_text()
+
+    def _scales_in_text(self) -> dict[str, Any]:
+        scales = {name: layer.moq.scales for name, layer in self.layers.items()}
+        found = {n: scales_in_text(own) for n, own in scales.items() if own is not None}
+        return {"scales": found} if found else {}
 
     @makes_state
     def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -360,6 +368,12 @@ class MoQController:
             load_schedule(self.schedule, state, changed)
             self.history = [Switch(*switch) for switch in state["history"]]
             self.choice = None if self.config.budget is None else state["choice"]
+            for name, texts in state.get("scales", {}).items():
+                layer = self.layers[name]
+                shape = layer.moq.grid.shape(*layer.matrix_shape)
+                scales = scales_of_text(name, texts, shape)
+                layer.moq.found = FoundGrid(layer.moq.bits, scales=scales)
+                layer.after_change()
             self._write_bits(self.blocks, state["ratios"])
             load_ranges(inputs_of(self.layers), state["input_ranges"])
             # Before the offset a changed config may have grouped the layers into other blocks.

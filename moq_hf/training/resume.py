@@ -1,5 +1,6 @@
 """Resuming a run: the form of its saved state, and which changes of the config it allows."""
 
+import base64
 import json
 import string
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,9 +14,9 @@ from typing_extensions import TypedDict
 
 from ..config import MoQConfig
 from ..config_fields import Count, DistillationConfig, Positive, Speller, Weight
-from ..errors import MoQConfigError, MoQError, read_as, show
+from ..errors import MoQConfigError, MoQError, explained, read_as, show
 from ..inputs import LARGEST_RANGE
-from ..quantizer import HIGHER_RATIOS, RATIOS
+from ..quantizer import HIGHER_RATIOS, RATIOS, Scales
 from ..schedule import FLOAT_BITS, MAX_FACTOR, PrecisionSchedule, Switch
 from ..version import __version__
 from .budget import Choice
@@ -110,6 +111,7 @@ class SavedState(TypedDict):
     sensitivity: SavedSensitivity | None
     choice: Choice | None
     handed_dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")] | None
+    scales: NotRequired[dict[str, tuple[str, str | None]]]
 
 
 class SavedAttributes(TypedDict):
@@ -166,6 +168,49 @@ def ratios_of_letters(name: str, text: str, shape: tuple[int, int]) -> Tensor:
     ).view(shape)
 
 
+def scales_in_text(scales: Scales) -> tuple[str, str | None]:
+    """Encode scales as base64 of float32, and zero points as that of int32."""
+    scale, zero = (None if x is None else _to_text(x.cpu()) for x in scales)
+    assert scale is not None
+    return scale, zero
+
+
+def _to_text(values: Tensor) -> str:
+    return base64.b64encode(values.contiguous().numpy().tobytes()).decode()
+
+
+def scales_of_text(
+    name: str, texts: tuple[str, str | None], shape: tuple[int, int]
+) -> Scales:
+    """Decode texts from `scales_in_text`, on the CPU.
+
+    Args:
+        name: The layer's name, for the error.
+        texts: The two texts.
+        shape: Shape of the layer's scale.
+
+    Raises:
+        MoQError: A text does not hold as many numbers.
+
+    >>> scales = Scales(torch.tensor([[0.5], [-0.25]]))
+    >>> scales_of_text("dense", scales_in_text(scales), (2, 1)).scale.tolist()
+    [[0.5], [-0.25]]
+    """
+    with explained(
+        f"the checkpoint's MoQ state is damaged: scales.{name} must be {shape[0] * shape[1]} scales"
+    ):
+        dtypes = torch.float32, torch.int32
+        parts = [
+            None
+            if text is None
+            else torch.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype).view(
+                shape
+            )
+            for text, dtype in zip(texts, dtypes, strict=True)
+        ]
+    return Scales(*parts)  # type: ignore[arg-type]
+
+
 def saved_state(
     entry: Any, where: str = "the checkpoint's trainer_state.json is damaged"
 ) -> Mapping[str, Any] | None:
@@ -214,7 +259,7 @@ def checked_state(
 def what_counts(config: MoQConfig) -> dict[str, Any]:
     """Dotted keys that can change a result, with their values; only the switch of a section that is off."""
     # A null scale_dtype means the grid's default.
-    flat = config.flat() | {"scale_dtype": config.grid.scale_dtype}
+    flat = config.flat() | {"scale_dtype": config.float32_grid.scale_dtype}
     off = {
         key.partition(".")[0]
         for key, value in flat.items()

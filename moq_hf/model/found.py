@@ -1,0 +1,178 @@
+"""`take_found`: the layers of a model on the grids that their weights lie on already, for `"grid": "found"`."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..config import MoQConfig
+from ..config_fields import OverrideConfig
+from ..errors import MOST_FAULTS, MoQError, shortened
+from ..grid import MOST_FULL_BITS
+from ..lattice import FoundGrid, find_grid
+from ..processes import whole
+from ..quant_linear import quantized_in
+from ..text import progress
+from ..weight_matrix import to_rows
+from .inventory import Inventory
+from .selection import take_inventory
+
+# Keys that the weights decide, with what they are while nothing is known.
+_DECIDED = ("bits", "group_size", "q_type", "range", "scale_dtype", "format")
+
+
+def take_found(model: Any, config: MoQConfig) -> tuple[Inventory, MoQConfig]:
+    """As `take_inventory`, with the grids that the weights lie on, and a config that names them.
+
+    Layers that have found grids keep them, whatever training has made of their weights.
+
+    Args:
+        model: A module, or a Trainer's wrapper of it.
+        config: The config to follow.
+
+    Raises:
+        MoQError: What `take_inventory` raises; a layer whose weights do not lie on a grid
+            wholly, or on one that cannot be trained or delivered; layers whose grids do not
+            go together; or a key of the config that says otherwise.
+    """
+    if config.grid is None or not config.enabled:
+        return take_inventory(model, config), config
+    bare = MoQConfig(
+        bits=8,
+        modules_to_not_convert=config.modules_to_not_convert,
+        heads=config.heads,
+        convolutions=config.convolutions,
+        embeddings=None,
+    )
+    found = _grids_of(take_inventory(model, bare))
+    _check_whole(found)
+    named = _named(config, found)
+    return replace(take_inventory(model, named), found=found), named
+
+
+def _grids_of(inventory: Inventory) -> dict[str, FoundGrid]:
+    """The grid of each layer, on the device of its weight."""
+    found = {}
+    for name, module, attribute, kind in progress([*inventory.weights()], "grids"):
+        states = quantized_in(name, module)
+        known = [
+            layer.moq.found for layer in states.values() if layer.attribute == attribute
+        ]
+        weight = module._parameters[attribute]
+        assert weight is not None
+        own = known[0] if known else None
+        if own is None:
+            own = find_grid(to_rows(whole(weight).detach(), kind).cpu())
+        found[name] = own.on(weight.device)
+    return found
+
+
+def _check_whole(found: Mapping[str, FoundGrid]) -> None:
+    """Refuse weights that no grid of moq_hf gives.
+
+    Raises:
+        MoQError: There are some; names them.
+    """
+    off = {name: grid for name, grid in found.items() if grid.scales is None}
+    if not off:
+        return
+    reasons: dict[str, list[str]] = {}
+    for name, grid in off.items():
+        share = (
+            f"{100 * grid.share:.2f} % on " if grid.bits and not grid.is_whole else ""
+        )
+        reasons.setdefault(f"{share}{grid.in_words}", []).append(name)
+    told = "; ".join(
+        f"{shortened(names, MOST_FAULTS)} ({words})" for words, names in reasons.items()
+    )
+    why = ""
+    if any(grid.has_minimum for grid in off.values()):
+        why = "; a minimum, as of Q4_1, is no whole multiple of its scale, and folders have no place for it"
+    raise MoQError(
+        f'grid: "found" needs weights that lie wholly on a grid of moq_hf, which these do not: {told}{why}; name '
+        "these layers in modules_to_not_convert, or give bits instead of grid"
+    )
+
+
+def _named(config: MoQConfig, found: Mapping[str, FoundGrid]) -> MoQConfig:
+    """The config with the grids of the layers.
+
+    Raises:
+        MoQError: They cannot be in one config, or the config has others.
+    """
+    grids = list(found.values())
+    kinds = {
+        "symmetric and asymmetric": len({grid.symmetric for grid in grids}),
+        "of several formats": len({grid.format for grid in grids}),
+    }
+    for key, count in kinds.items():
+        if count > 1:
+            told = Counter(grid.in_words for grid in grids)
+            raise MoQError(
+                f'grid: "found": the layers lie on grids that are {key} ({", ".join(told)}), and one config has one '
+                "kind: name those of one kind in modules_to_not_convert"
+            )
+    narrow = min(grid.row_size or 0 for grid in grids)
+    bits, _ = Counter(grid.bits for grid in grids).most_common(1)[0]
+    sizes = Counter(grid.row_size for grid in grids if grid.bits == bits)
+    # Overrides can name groups, and not whole rows.
+    size = sizes.most_common(1)[0][0] if narrow else None
+    dtypes = {grid.scale_dtype for grid in grids}
+    integers = [grid for grid in grids if grid.symmetric and grid.format == "int"]
+    is_auto = all(grid.full == (grid.bits <= MOST_FULL_BITS) for grid in integers)
+    is_full = any(grid.full for grid in grids)
+    values: dict[str, Any] = {
+        "bits": bits,
+        "group_size": size,
+        "q_type": "symmetric" if grids[0].symmetric else "asymmetric",
+        "range": "auto" if is_auto else "full" if is_full else "narrow",
+        "scale_dtype": dtypes.pop() if len(dtypes) == 1 else "float32",
+        "format": grids[0].format,
+    }
+    overrides = {
+        glob: replace(own, bits=None, start_bits=None, group_size=None)
+        for glob, own in config.overrides.items()
+        if own.activations is not None
+    }
+    for name, grid in found.items():
+        if (grid.bits, grid.row_size) != (bits, size):
+            overrides[name] = replace(
+                overrides.pop(name, OverrideConfig()),
+                bits=grid.bits,
+                start_bits=grid.bits,
+                group_size=grid.row_size if grid.row_size != size else None,
+            )
+    named = replace(
+        config,
+        **values,
+        start_bits=bits,
+        scale="absmax",
+        embeddings=None if config.embeddings == "auto" else config.embeddings,
+        overrides=overrides,
+    )
+    _check_said(config, named)
+    return named
+
+
+def _check_said(config: MoQConfig, named: MoQConfig) -> None:
+    """Refuse keys that say another grid than the weights.
+
+    Raises:
+        MoQError: There are some.
+    """
+    default = MoQConfig(grid="found")
+    faults = []
+    for key in _DECIDED:
+        said, is_so = getattr(config, key), getattr(named, key)
+        if said not in (getattr(default, key), is_so):
+            faults.append(f"{config.spell(key)}: {said} (the weights have {is_so})")
+    for glob, own in config.overrides.items():
+        said = own.bits, own.group_size
+        there = named.overrides.get(glob, OverrideConfig())
+        if said not in ((None, None), (there.bits, there.group_size)):
+            faults.append(f"overrides.{glob}")
+    if faults:
+        raise MoQError(
+            f'grid: "found" takes the grids of the weights, and the config says others: {"; ".join(faults)}; leave '
+            "these keys out"
+        )

@@ -1,0 +1,108 @@
+"""`"grid": "found"`: layers on the grids that their weights lie on, with no weight changed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, dequantize_model, quantize_model, save_quantized
+from moq_hf.model.convert import quant_layers
+
+
+def tiny(**keywords: Any) -> LlamaForCausalLM:
+    """A model whose layers lie on a grid."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    return dequantize_model(quantize_model(model, **keywords)) if keywords else model  # type: ignore[return-value]
+
+
+Q4_0 = {"bits": 4, "group_size": 32, "scale_dtype": "float16"}
+MIXED = Q4_0 | {"overrides": {"*.down_proj": {"bits": 8}}}
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [Q4_0, MIXED, {"bits": 8}, {"bits": 3}, {"bits": 4, "q_type": "asymmetric"}, {"format": "mxfp4"}],
+    ids=["q4_0", "mixed", "w8", "w3", "asymmetric", "mxfp4"],
+)
+def test_no_weight_changes_and_the_folder_is_small(keywords: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny(**keywords)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    ids = torch.arange(8)[None]
+    expected = model(ids).logits
+    quantize_model(model, grid="found")
+    assert torch.equal(model(ids).logits, expected)
+    # The proof compares with the model in memory.
+    save_quantized(model, tmp_path / "out", inputs={"input_ids": ids})
+    loaded = dequantize_model(LlamaForCausalLM.from_pretrained(tmp_path / "out"))
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+
+
+def test_each_layer_has_the_bits_of_its_weight() -> None:
+    model = quantize_model(tiny(**MIXED), {"grid": "found"})
+    bits = {name.rpartition(".")[2]: layer.moq.bits for name, layer in quant_layers(model).items()}
+    assert bits["down_proj"] == 8 and bits["q_proj"] == bits["up_proj"] == 4
+
+
+def test_weights_on_no_grid_are_named() -> None:
+    model = tiny(**Q4_0)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] += 0.001
+    with pytest.raises(MoQError, match=r"these do not: model\.layers\.0\.mlp\.up_proj \(98\.44 % on 4 bits"):
+        quantize_model(model, grid="found")
+    assert not quant_layers(model)
+
+
+def test_a_key_that_says_another_grid_is_an_error() -> None:
+    with pytest.raises(MoQError, match=r"bits: 3 \(the weights have 4\); leave these keys out"):
+        quantize_model(tiny(**Q4_0), grid="found", bits=3)
+    for wrong in ({"gptq": 8}, {"rounding": "stochastic"}, {"offset": 5}, {"scale": "mse"}):
+        with pytest.raises(MoQConfigError, match='"found" keeps the grids of the weights'):
+            MoQConfig(grid="found", **wrong)
+
+
+def test_symmetric_and_asymmetric_layers_are_an_error() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 2))
+    for layer, kind in zip(model, ("symmetric", "asymmetric"), strict=False):
+        layer.weight.data += 0.1
+        alone = nn.Sequential(layer, nn.Linear(32, 2))
+        dequantize_model(quantize_model(alone, bits=4, q_type=kind))
+    with pytest.raises(MoQError, match="symmetric and asymmetric"):
+        quantize_model(model, grid="found")
+
+
+def test_a_run_trains_on_the_grid_and_resumes(tmp_path: Path) -> None:
+    rows = [{"input_ids": torch.arange(i, i + 8), "labels": torch.arange(i, i + 8)} for i in range(8)]
+
+    def run(folder: Path, resume: str | None = None) -> tuple[LlamaForCausalLM, MoQCallback]:
+        model = tiny(**Q4_0)
+        callback = MoQCallback(grid="found")
+        args = TrainingArguments(
+            str(folder), max_steps=4, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True
+        )
+        trainer = Trainer(model, args, train_dataset=rows, callbacks=[callback])  # type: ignore[arg-type]
+        trainer.train(resume_from_checkpoint=resume)
+        return model, callback
+
+    start = quantize_model(tiny(**Q4_0), grid="found")
+    model, callback = run(tmp_path / "a")
+    again, _ = run(tmp_path / "b", str(tmp_path / "a" / "checkpoint-2"))
+    assert callback.delivered is not None and callback.delivered.proof is not None
+    assert callback.delivered.proof.agrees
+    scales = {name: layer.moq.scales for name, layer in quant_layers(start).items()}
+    for name, layer in quant_layers(model).items():
+        own, other = layer.moq.scales, quant_layers(again)[name]
+        assert own is not None and torch.equal(own.scale, scales[name].scale)  # type: ignore[union-attr]
+        assert torch.equal(layer.quantized_copy(torch.float32), other.quantized_copy(torch.float32))
