@@ -23,7 +23,6 @@ from torch import Tensor
 
 from .grid import (
     FP4,
-    FP4_BITS,
     Format,
     Grid,
     Grouping,
@@ -369,7 +368,7 @@ def _described(
         if asymmetric < bits or found.low is not None:
             bits, full, symmetric = asymmetric, False, False
     if format != "int":
-        bits, full = FP4_BITS, False
+        bits, full = FP4[format].bits, False
     grid = FoundGrid(
         min(bits, MOST_BITS),
         row_size,

@@ -276,9 +276,9 @@ def test_configs_are_values() -> None:
 
 def test_the_grid_of_a_config() -> None:
     grid = Grid(PerGroup(64), symmetric=False, stochastic=True, search="mse", full=None, scale_dtype="bfloat16")
-    assert MoQConfig(**OTHERS).grid == grid
-    assert MoQConfig(bits=4, range="full", groups=1).grid == Grid(full=True)
-    assert MoQConfig(bits=4).grid == Grid(PerChannel(), full=None)
+    assert MoQConfig(**OTHERS).float32_grid == grid
+    assert MoQConfig(bits=4, range="full", groups=1).float32_grid == Grid(full=True)
+    assert MoQConfig(bits=4).float32_grid == Grid(PerChannel(), full=None)
     # Where nothing is said, the servers decide.
     for serve, dtype, scales in (("vllm", "float16", "float16"), ("sglang", "float32", "bfloat16")):
         assert MoQConfig(bits=4, serve=(serve,)).grid_of(dtype).scale_dtype == scales  # type: ignore[arg-type]

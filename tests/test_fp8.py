@@ -119,7 +119,7 @@ def test_a_format_alone_is_eight_bits_per_channel_and_the_preset_rounds_inputs()
     static = MoQConfig("fp8", activations={"scale": "static", "window": 10})
     assert static.input_grid_of("layer", ()) == InputGrid(8, "static", window=10, format="fp8")
     falling = MoQConfig("fp8", start_bits=12)
-    assert (falling.falls, falling.grid.at(9).format, falling.grid.at(8).format) == (True, "int", "fp8")
+    assert (falling.falls, falling.float32_grid.at(9).format, falling.float32_grid.at(8).format) == (True, "int", "fp8")
     # Scales have the dtype in which plain transformers computes.
     assert [preset.grid_of(name).scale_dtype for name in (*DTYPES, "float64")] == [*DTYPES, "float32"]
 

@@ -238,7 +238,7 @@ def test_what_executorch_takes(changes: dict[str, Any], texts: list[str]) -> Non
 def test_naming_executorch_trains_what_it_takes() -> None:
     grid = MoQConfig(bits=4, group_size=32, serve=["executorch"]).grid_of("float16")
     assert (grid.scale_dtype, grid.at(4).is_full) == ("bfloat16", False)
-    assert MoQConfig(bits=4, range="full", serve=["executorch"]).grid.at(4).is_full
+    assert MoQConfig(bits=4, range="full", serve=["executorch"]).float32_grid.at(4).is_full
 
 
 def test_inputs_that_no_folder_rounds_are_an_error_with_the_reason() -> None:
