@@ -818,7 +818,9 @@ class ConfigFields:
         >>> config.grid_of("float32").scale_dtype, config.grid_of("float16").scale_dtype
         ('bfloat16', 'float16')
         """
-        served: ScaleDtype = "float16" if "llama.cpp" in self.serve else "float32"
+        served: ScaleDtype = "float32"
+        if {"llama.cpp", "mlx"} & {*self.serve}:
+            served = "float16"
         # Plain transformers unpacks 4-bit floats only in a bfloat16 model.
         if {"vllm", "sglang"} & {*self.serve} or self.format != "int":
             served = "float16" if dtype == "float16" else "bfloat16"

@@ -245,6 +245,21 @@ ONNX = Server(
     "RobertaForSequenceClassification T5EncoderModel ViTModel ViTForImageClassification ResNetForImageClassification "
     "ConvNextForImageClassification",
 )
-SERVERS = (TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF, ONNX)
+MLX = Server(
+    "mlx",
+    "mlx-lm by moq-hf export",
+    "0.32.2",
+    range(1, 9),
+    range(2, 9),
+    multiple=32,
+    columns=32,
+    repacks=True,
+    without=("conv1d",),
+    inputs="it leaves inputs in float",
+    formats=("int",),
+    classes=r"ForCausalLM$",
+    half_scales=False,
+)
+SERVERS = (TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF, ONNX, MLX)
 # The servers that `serve` may name.
 NAMED = {server.key: server for server in SERVERS if server.is_named}
