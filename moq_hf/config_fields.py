@@ -809,7 +809,7 @@ class ConfigFields:
         Training uses what the servers in `serve` compute with. vLLM and SGLang
         load scales in the half precision in which they compute: the model's own, or else
         bfloat16. Values of bfloat16 in the normal range of float16 are exact there too,
-        so they also fit a GGUF file.
+        so they also fit a GGUF file. With scales in a half dtype MLX's arithmetic is exact.
 
         Args:
             dtype: The dtype of the model's weights: "float32", "bfloat16" or "float16".
@@ -821,8 +821,12 @@ class ConfigFields:
         served: ScaleDtype = "float32"
         if {"llama.cpp", "mlx"} & {*self.serve}:
             served = "float16"
+        halves = {"vllm", "sglang"}
+        if dtype == "bfloat16":
+            # MLX computes in one dtype.
+            halves.add("mlx")
         # Plain transformers unpacks 4-bit floats only in a bfloat16 model.
-        if {"vllm", "sglang"} & {*self.serve} or self.format != "int":
+        if halves & {*self.serve} or self.format != "int":
             served = "float16" if dtype == "float16" else "bfloat16"
         is_stochastic = self.rounding == "stochastic"
         is_full = None if self.range == "auto" else self.range == "full"

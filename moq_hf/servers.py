@@ -55,6 +55,7 @@ class Server:
         formats: Kinds of codes of 4 bits.
         classes: A pattern for the names of classes, in which there may then be no
             decoder beside an encoder; empty for all models.
+        instead: Which classes these are, in words.
         in_float: A pattern for layers that it takes only as floats: the name of the
             model's class, a space, and the layer's name.
         half_scales: Whether it computes with scales in half precision.
@@ -80,6 +81,7 @@ class Server:
     inputs: str = ""
     formats: tuple[Format, ...] = ("int", "mxfp4", "nvfp4")
     classes: str = ""
+    instead: str = ""
     in_float: str = "$^"
     half_scales: bool = True
     tried: str = ""
@@ -239,11 +241,21 @@ ONNX = Server(
     without=("conv1d", "experts"),
     # torch.onnx.export cannot trace some, and others take more than texts or pictures.
     classes=r"^(?!.*Head|XLNet|.*Mamba|Jamba|CLIP|Wav2Vec2|WavLM|Whisper).*(For(Sequence|Token|Image)Classification|ForCausalLM|Model)$",
+    instead="classifiers of texts, tokens and images, decoders, and base models of one stack are served",
     half_scales=False,
     # The tests of the export.
     tried=f"{_ENCODERS} {_CAUSAL} DebertaV2ForSequenceClassification DistilBertForSequenceClassification "
     "RobertaForSequenceClassification T5EncoderModel ViTModel ViTForImageClassification ResNetForImageClassification "
     "ConvNextForImageClassification",
+)
+# The decoders that both mlx-lm and transformers have, but those whose weights mlx-lm
+# rearranges while loading, or computes with otherwise.
+_MLX = (
+    "Afmoe Apertus Cohere Cohere2 DeepseekV2 DeepseekV3 DeepseekV32 Dots1 Ernie4_5 Exaone4 ExaoneMoe Gemma Gemma2 "
+    "Gemma3 Gemma4 Glm Glm4 Glm4Moe Glm4MoeLite GlmMoeDsa GPTBigCode GPTNeoX GPTJ Granite Helium HunYuanDenseV1 "
+    "Lfm2 Lfm2Moe Llama Mamba Mamba2 Mellum MiniCPM3 MiniMax MiniMaxM2 Ministral3 Mistral Mixtral NanoChat Nemotron "
+    "Olmo Olmo2 Olmo3 Olmoe Phi Phi3 Phimoe Qwen2 Qwen2Moe Qwen3 Qwen3Moe SeedOss SmolLM3 SolarOpen StableLm "
+    "Starcoder2"
 )
 MLX = Server(
     "mlx",
@@ -257,8 +269,11 @@ MLX = Server(
     without=("conv1d",),
     inputs="it leaves inputs in float",
     formats=("int",),
-    classes=r"ForCausalLM$",
+    classes=rf"^({'|'.join(_MLX.split())})ForCausalLM$",
+    instead="decoders that mlx-lm has, such as Llama, Mistral, Qwen and Gemma, are served",
     half_scales=False,
+    # benchmarks/results/mlx_folders.json.
+    tried="LlamaForCausalLM",
 )
 SERVERS = (TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF, ONNX, MLX)
 # The servers that `serve` may name.

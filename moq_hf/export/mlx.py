@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ..errors import MoQError, listed, write_json
 from ..packed.files import (
@@ -42,14 +43,16 @@ from ..packed.files import (
     staged,
     tensors_in,
 )
-from ..packed.pack import read_config
+from ..packed.pack import empty_model, read_config
 from ..packed.reading import read_parts
 from ..packed.state import check_taken
 from ..packed.verify import recorded
 from ..quantizer import Quantized, dequantize, per_weight
+from ..seams.transformers import original_format
 from ..servers import MLX
 from ..text import dtype_name, megabytes, progress
 from ..weight_matrix import is_experts, parameter_of
+from .floats import refuse_adapters
 
 _WIDTHS = (2, 3, 4, 5, 6, 8)
 _LARGEST_GROUP = 128
@@ -214,13 +217,19 @@ def export_mlx(
 
     Raises:
         MoQError: The checkpoint is damaged, mlx-lm has no such model, a grid does not
-            fit, a scale does not fit float16, or `out` is not empty.
+            fit, a scale does not fit float16, it has adapters beside it, or `out` is not
+            empty.
     """
     target = new_path(out)
     folder = Path(directory)
     check_taken(folder, MLX)
+    refuse_adapters(folder)
     names = recorded(folder).state["names"] or {}
-    config = _config(folder)
+    model = empty_model(read_config(folder), folder)
+    config = _config(folder, model.config)
+    # compressed-tensors also writes buffers that are made while loading, and scales of inputs.
+    known = model.state_dict(keep_vars=True)
+    known |= original_format(model, known)
     dtype = torch.float32
     if half:
         is_bfloat16 = config.get("dtype") == "bfloat16"
@@ -233,11 +242,13 @@ def export_mlx(
     for part in progress(read_parts(folder), "MLX"):
         name = names.get(part.name, part.name)
         layer = part.layer
-        if layer is None or part.codes is None or layer.kind == "conv":
-            if layer is not None:
-                floats.append(name)
-                name = parameter_of(name, layer.kind)
-            tensors.add(name, part.tensor)
+        if layer is None:
+            if name in known:
+                tensors.add(name, part.tensor)
+            continue
+        if part.codes is None or layer.kind == "conv":
+            floats.append(name)
+            tensors.add(parameter_of(name, layer.kind), part.tensor)
             continue
         made = affine_of(part.codes, layer.bits, dtype)
         if not bool(made.biases.isfinite().all()):
@@ -326,14 +337,13 @@ def _quantization(layers: Mapping[str, dict[str, int]]) -> dict[str, Any]:
     return {**most, "mode": "affine", **others}
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path, model: PreTrainedConfig) -> dict[str, Any]:
     """The model's config with the keys that mlx-lm reads where transformers has others now."""
     document = read_document(folder / CONFIG)
     for key in _OF_FILES:
         document.pop(key, None)
-    known = read_config(folder)
-    document["tie_word_embeddings"] = known.tie_word_embeddings
-    for name, own in known.attribute_map.items():
+    document["tie_word_embeddings"] = model.tie_word_embeddings
+    for name, own in model.attribute_map.items():
         if own in document:
             document.setdefault(name, document[own])
     pattern = "sliding_window_pattern"
@@ -347,8 +357,8 @@ def _config(folder: Path) -> dict[str, Any]:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
             document.setdefault(key, rope[key])
-    if rope.get("rope_type", "default") != "default":
-        document.setdefault("rope_scaling", rope)
+    is_scaled = rope.get("rope_type", "default") != "default"
+    document.setdefault("rope_scaling", rope if is_scaled else None)
     return document
 
 
