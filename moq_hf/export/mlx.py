@@ -102,16 +102,22 @@ class MlxExport:
         ]
         if self.floats:
             lines.append(f"floats, as in the checkpoint: {listed(self.floats)}")
+        is_half = self.scale_dtype != torch.float32
         result = "every weight is that of the checkpoint, bit for bit"
         if self.different:
             why = 'scales are float32; "serve": ["mlx"] trains scales that are exact'
-            if self.scale_dtype != torch.float32:
-                why = f"--half rounds scales and biases to {dtype_name(self.scale_dtype)}, and MLX may compute in it"
+            if is_half:
+                why = "--half rounds scales and biases"
             result = (
                 f"{self.different:.1%} of the weights differ from the checkpoint's, by up to "
                 f"{self.weight_error:.2g} steps: {why}"
             )
         lines.append(f"read back, q * s + b in float32: {result}")
+        if is_half:
+            name = dtype_name(self.scale_dtype)
+            lines.append(
+                f"scales are {name}: MLX computes in it where the model's floats are {name} too"
+            )
         return "\n".join(lines)
 
 
@@ -227,14 +233,13 @@ def export_mlx(
     names = recorded(folder).state["names"] or {}
     model = empty_model(read_config(folder), folder)
     config = _config(folder, model.config)
-    # compressed-tensors also writes buffers that are made while loading, and scales of inputs.
-    known = model.state_dict(keep_vars=True)
-    known |= original_format(model, known)
+    own = model.state_dict(keep_vars=True)
+    written = original_format(model, own)
     dtype = torch.float32
     if half:
         is_bfloat16 = config.get("dtype") == "bfloat16"
         dtype = torch.bfloat16 if is_bfloat16 else torch.float16
-    tensors = _Tensors()
+    tensors = _Tensors(_renamed_blocks(own, written))
     layers = {}
     floats = []
     total = different = 0
@@ -243,7 +248,8 @@ def export_mlx(
         name = names.get(part.name, part.name)
         layer = part.layer
         if layer is None:
-            if name in known:
+            # compressed-tensors also writes scales of inputs, and buffers that loading makes.
+            if name in own or name in written:
                 tensors.add(name, part.tensor)
             continue
         if part.codes is None or layer.kind == "conv":
@@ -259,8 +265,9 @@ def export_mlx(
         off = (made.values() - exact).abs()
         total += off.numel()
         different += int(off.count_nonzero())
+        # A row of zeros may have the scale 0.
         steps = off / per_weight(part.codes.scale.abs(), off.shape)
-        error = max(error, float(steps.max()))
+        error = max(error, float(steps.nan_to_num(0.0).max()))
         scheme = {"group_size": made.group_size, "bits": made.bits}
         for key in ("weight", "scales", "biases"):
             tensor = getattr(made, key)
@@ -294,9 +301,14 @@ def export_mlx(
 
 
 class _Tensors:
-    """The tensors of the folder, by their names in mlx-lm."""
+    """The tensors of the folder, by their names in mlx-lm.
 
-    def __init__(self) -> None:
+    Args:
+        blocks: The blocks of experts that have another name in the files.
+    """
+
+    def __init__(self, blocks: Mapping[str, str]) -> None:
+        self._blocks = blocks
         self._parts: dict[str, dict[int, Tensor]] = defaultdict(dict)
 
     def add(self, name: str, tensor: Tensor) -> list[str]:
@@ -306,6 +318,7 @@ class _Tensors:
             self._parts[name][0] = tensor
             return [name]
         block, number, matrix, part = found.groups()
+        block = self._blocks.get(block, block)
         matrices = [_MATRICES.get(matrix, matrix)]
         pieces: tuple[Tensor, ...] = (tensor,)
         if number is not None:
@@ -327,6 +340,19 @@ class _Tensors:
                 torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
             )
         return made
+
+
+def _renamed_blocks(
+    own: Mapping[str, Tensor], written: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """The names of blocks of experts in the files, by their own, from the routers in both."""
+    places = {id(tensor): name for name, tensor in written.items()}
+    router = "gate.weight"
+    return {
+        name.removesuffix(router): places[id(tensor)].removesuffix(router)
+        for name, tensor in own.items()
+        if name.endswith(f".{router}") and id(tensor) in places
+    }
 
 
 def _quantization(layers: Mapping[str, dict[str, int]]) -> dict[str, Any]:

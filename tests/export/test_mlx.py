@@ -161,7 +161,9 @@ def test_half(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     whole = export_mlx(source, tmp_path / "whole")
     half = "bfloat16" if dtype == "bfloat16" else "float16"
     assert cli.main(["export", str(source), "--to", "mlx", "--half"]) == 0
-    assert f"--half rounds scales and biases to {half}, and MLX may compute in it" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "steps: --half rounds scales and biases" in text
+    assert f"scales are {half}: MLX computes in it where the model's floats are {half} too" in text
     tensors = load_file(tmp_path / "packed-mlx" / "model.safetensors")
     names = [name for name in tensors if name.endswith((".scales", ".biases"))]
     assert {tensors[name].dtype for name in names} == {getattr(torch, half)}
@@ -186,20 +188,28 @@ def test_a_tied_head_is_stored_once_as_the_table(tied: bool, tmp_path: Path) -> 
     assert "model.embed_tokens.scales" in names and ("lm_head.weight" in names) is not tied
 
 
-@pytest.mark.parametrize("left", [[], ["*.experts*"]])
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
-def test_experts_are_stacked(family: str, left: list[str], tmp_path: Path) -> None:
-    source = packed(
-        tmp_path / "packed", mixture(family), [4], group_size=32, modules_to_not_convert=["lm_head", *left], **EXACT
-    )
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("Mixtral", {}),
+        ("Qwen3-MoE", {}),
+        ("Mixtral", {"modules_to_not_convert": ["lm_head", "*.experts*"]}),
+        # All experts are one tensor of floats in the checkpoint.
+        ("Mixtral", {"q_type": "asymmetric"}),
+    ],
+)
+def test_experts_are_stacked(family: str, more: dict[str, Any], tmp_path: Path) -> None:
+    source = packed(tmp_path / "packed", mixture(family), [4], group_size=32, **more, **EXACT)
     made = export_mlx(source, tmp_path / "out")
     experts = dequantize_model(hf.AutoModelForCausalLM.from_pretrained(source)).model.layers[1].mlp.experts
     gate, up = experts.gate_up_proj.chunk(2, 1)
     tensors = load_file(made.path / "model.safetensors")
-    (block,) = {name.rpartition("switch_mlp")[0] for name in tensors if "layers.1." in name and "switch_mlp" in name}
+    # The names of mlx-lm.
+    block = f"model.layers.1.{'block_sparse_moe' if family == 'Mixtral' else 'mlp'}."
     for name, expected in {"gate_proj": gate, "up_proj": up, "down_proj": experts.down_proj}.items():
         place = f"{block}switch_mlp.{name}"
-        found = tensors[f"{place}.weight"] if left else computed(made.path, place)
+        is_float = "modules_to_not_convert" in more
+        found = tensors[f"{place}.weight"] if is_float else computed(made.path, place)
         assert torch.equal(found, expected), name
     assert not any(".experts." in name for name in tensors)
 
