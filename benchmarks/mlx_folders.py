@@ -1,6 +1,6 @@
 """What mlx-lm answers with the folders of `moq-hf export --to mlx`, beside plain transformers with the delivered ones.
 
-    python benchmarks/mlx_folders.py [--gguf smollm2.gguf]
+    python benchmarks/mlx_folders.py [--gguf smollm2.gguf] [--only TEXT]
 
 It needs moq_hf, mlx[cpu] and mlx-lm in one environment, and gguf for a real model that is read from a GGUF file. The
 others are tiny, with random weights. Nothing is trained. All compute in float32. Logits are compared on 24 tokens, and
@@ -9,6 +9,7 @@ the 32 tokens that follow greedily, with the cache of each library.
 
 import argparse
 import inspect
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -155,6 +156,9 @@ def main() -> None:
     """Compare all, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gguf", type=Path, help="SmolLM2, or another causal language model that transformers reads")
+    parser.add_argument(
+        "--only", default="", help="measure models with this in their names, and keep the others' results"
+    )
     args = parser.parse_args()
     mx.set_default_device(mx.cpu)
     transformers.logging.disable_progress_bar()
@@ -173,12 +177,13 @@ def main() -> None:
             real = lambda: AutoModelForCausalLM.from_pretrained(**where)  # noqa: E731 - in the table
             cases[f"{args.gguf.stem}, {name}"] = (real, config, words)
     document["prompt"], document["tokens"] = PROMPT, TOKENS
-    document["models"] = {}
+    path = Path(__file__).parent / "results" / "mlx_folders.json"
     for name, case in cases.items():
-        found = compared(*case)
-        document["models"][name] = found
-        print(name, {key: found[key] for key in ("float32", "half")}, flush=True)
-    write(document, Path(__file__).parent / "results" / "mlx_folders.json")
+        if args.only in name:
+            found = compared(*case)
+            print(name, found, flush=True)
+            known = json.loads(path.read_text(encoding="utf-8"))["models"] if path.exists() else {}
+            write({**document, "models": {**known, name: found}}, path)
 
 
 if __name__ == "__main__":

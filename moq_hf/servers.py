@@ -273,7 +273,10 @@ MLX = Server(
     instead="decoders that mlx-lm has, such as Llama, Mistral, Qwen and Gemma, are served",
     half_scales=False,
     # benchmarks/results/mlx_folders.json.
-    tried="LlamaForCausalLM",
+    tried="CohereForCausalLM Cohere2ForCausalLM Ernie4_5ForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM "
+    "GemmaForCausalLM GPTNeoXForCausalLM GraniteForCausalLM LlamaForCausalLM MistralForCausalLM MixtralForCausalLM "
+    "Olmo2ForCausalLM OlmoeForCausalLM Phi3ForCausalLM PhiForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM "
+    "Qwen3ForCausalLM Qwen3MoeForCausalLM SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM",
 )
 SERVERS = (TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF, ONNX, MLX)
 # The servers that `serve` may name.

@@ -61,6 +61,13 @@ _ROWS = 1024
 _GENERATION = "generation_config.json"
 # Keys of a config that are about the folder's own files.
 _OF_FILES = ("quantization_config", "configuration_files", "transformers_weights")
+# Keys of `rope_parameters`, and what mlx-lm calls them.
+_ROPE = (
+    ("rope_theta", "rope_theta"),
+    ("rope_theta", "rotary_emb_base"),
+    ("partial_rotary_factor", "partial_rotary_factor"),
+    ("partial_rotary_factor", "rotary_pct"),
+)
 # A tensor of one expert, or of all experts of a block.
 _EXPERT = re.compile(r"(.+\.)experts\.(?:(\d+)\.)?(\w+?)(?:\.(weight|scales|biases))?")
 # The names of Mixtral's matrices in mlx-lm.
@@ -380,9 +387,9 @@ def _config(folder: Path, model: PreTrainedConfig) -> dict[str, Any]:
         local = rope["sliding_attention"]["rope_theta"]
         document.setdefault("rope_local_base_freq", local)
         rope = rope["full_attention"]
-    for key in ("rope_theta", "partial_rotary_factor"):
+    for key, name in _ROPE:
         if key in rope:
-            document.setdefault(key, rope[key])
+            document.setdefault(name, rope[key])
     is_scaled = rope.get("rope_type", "default") != "default"
     document.setdefault("rope_scaling", rope if is_scaled else None)
     return document
