@@ -101,6 +101,15 @@ def tiny(name: str) -> Any:
     return model
 
 
+def from_gguf(where: dict[str, Any]) -> Any:
+    """The model in a GGUF file, as an ordinary one."""
+    read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    vars(read.config).pop("quantization_config", None)
+    model = AutoModelForCausalLM.from_config(read.config)
+    model.load_state_dict(read.state_dict())
+    return model
+
+
 def answers(logits_of: Callable[[list[int]], Any], prompt: Sequence[int]) -> tuple[Any, list[int]]:
     """The logits of a prompt `[tokens, vocabulary]`, and the tokens that follow, from a model with a cache."""
     first = np.asarray(logits_of([*prompt]))
@@ -174,8 +183,7 @@ def main() -> None:
         where = {"pretrained_model_name_or_path": args.gguf.parent, "gguf_file": args.gguf.name}
         words = AutoTokenizer.from_pretrained(**where)(TEXT)["input_ids"]
         for name, config in (("4 bits, tables of 8", {**W4, "embeddings": 8}), ("8 bits", {**W4, "bits": 8})):
-            real = lambda: AutoModelForCausalLM.from_pretrained(**where)  # noqa: E731 - in the table
-            cases[f"{args.gguf.stem}, {name}"] = (real, config, words)
+            cases[f"{args.gguf.stem}, {name}"] = (lambda: from_gguf(where), config, words)
     document["prompt"], document["tokens"] = PROMPT, TOKENS
     path = Path(__file__).parent / "results" / "mlx_folders.json"
     for name, case in cases.items():

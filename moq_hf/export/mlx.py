@@ -123,7 +123,7 @@ class MlxExport:
         if is_half:
             name = dtype_name(self.scale_dtype)
             lines.append(
-                f"scales are {name}: MLX computes in it where the model's floats are {name} too"
+                f"scales are {name}: MLX computes in it if a table has codes, or the model's floats are {name} too"
             )
         return "\n".join(lines)
 
