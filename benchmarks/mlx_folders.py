@@ -66,7 +66,6 @@ CLASSES = (
     "Ernie4_5ForCausalLM",
     "StableLmForCausalLM",
     "Starcoder2ForCausalLM",
-    "GPTNeoXForCausalLM",
 )
 EXACT: dict[str, Any] = {"serve": ["mlx"]}
 W4: dict[str, Any] = {"bits": 4, "group_size": 32, **EXACT}

@@ -274,7 +274,7 @@ MLX = Server(
     half_scales=False,
     # benchmarks/results/mlx_folders.json.
     tried="CohereForCausalLM Cohere2ForCausalLM Ernie4_5ForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM "
-    "GemmaForCausalLM GPTNeoXForCausalLM GraniteForCausalLM LlamaForCausalLM MistralForCausalLM MixtralForCausalLM "
+    "GemmaForCausalLM GraniteForCausalLM LlamaForCausalLM MistralForCausalLM MixtralForCausalLM "
     "Olmo2ForCausalLM OlmoeForCausalLM Phi3ForCausalLM PhiForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM "
     "Qwen3ForCausalLM Qwen3MoeForCausalLM SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM",
 )
