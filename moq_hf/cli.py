@@ -236,13 +236,16 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         help="a packed checkpoint; for onnx with its tokenizer",
     )
     parser.add_argument(
-        "--to", required=True, choices=("onnx", "gguf", "float"), help="the format"
+        "--to",
+        required=True,
+        choices=("onnx", "gguf", "mlx", "float"),
+        help="the format",
     )
     parser.add_argument(
         "out",
         metavar="OUT",
         nargs="?",
-        help="the folder to make; for gguf the file; default: beside DIR, as DIR-onnx, DIR-float or DIR.gguf",
+        help="the folder to make; for gguf the file; default: beside DIR, as DIR-onnx, DIR-mlx, DIR-float or DIR.gguf",
     )
     gguf = parser.add_argument_group("gguf")
     gguf.add_argument(
@@ -253,6 +256,11 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--converter",
         metavar="PATH",
         help="instead: llama.cpp's convert_hf_to_gguf.py, or its folder, to make the base with",
+    )
+    parser.add_argument_group("mlx").add_argument(
+        "--half",
+        action="store_true",
+        help="scales and biases in half precision: a smaller folder, whose weights may differ",
     )
     onnx = parser.add_argument_group("onnx")
     add = onnx.add_argument
@@ -293,8 +301,8 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(directory: str, to: str, out: str | None = None, **options: Any) -> None:
-    gguf = {"base", "converter"}
-    taken = {"onnx": options.keys() - gguf, "gguf": gguf, "float": set()}
+    own = {"gguf": {"base", "converter"}, "mlx": {"half"}, "float": set()}
+    taken = {"onnx": options.keys() - set().union(*own.values()), **own}
     foreign = options.keys() - taken[to]
     if foreign:
         raise MoQError(f"--to {to} takes no --{', --'.join(sorted(foreign))}")
@@ -303,6 +311,10 @@ def _export(directory: str, to: str, out: str | None = None, **options: Any) -> 
         from .export.gguf import export_gguf
 
         print(export_gguf(directory, out, **options).table())
+    elif to == "mlx":
+        from .export.mlx import export_mlx
+
+        print(export_mlx(directory, out, **options).table())
     elif to == "float":
         from .export.floats import export_floats
 

@@ -826,7 +826,7 @@ class ConfigFields:
         Training uses what the servers in `serve` compute with. vLLM and SGLang
         load scales in the half precision in which they compute: the model's own, or else
         bfloat16. Values of bfloat16 in the normal range of float16 are exact there too,
-        so they also fit a GGUF file.
+        so they also fit a GGUF file. With scales in a half dtype MLX's arithmetic is exact.
 
         Args:
             dtype: The dtype of the model's weights: "float32", "bfloat16" or "float16".
@@ -835,9 +835,15 @@ class ConfigFields:
         >>> config.grid_of("float32").scale_dtype, config.grid_of("float16").scale_dtype
         ('bfloat16', 'float16')
         """
-        served: ScaleDtype = "float16" if "llama.cpp" in self.serve else "float32"
+        served: ScaleDtype = "float32"
+        if {"llama.cpp", "mlx"} & {*self.serve}:
+            served = "float16"
+        halves = {"vllm", "sglang"}
+        if dtype == "bfloat16":
+            # MLX computes in one dtype.
+            halves.add("mlx")
         # Plain transformers unpacks 4-bit floats only in a bfloat16 model.
-        if {"vllm", "sglang"} & {*self.serve} or self.format != "int":
+        if halves & {*self.serve} or self.format != "int":
             served = "float16" if dtype == "float16" else "bfloat16"
         if self.format == "fp8":
             # Servers keep its scales in float32, and plain transformers in the model's dtype.

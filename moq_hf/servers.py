@@ -56,6 +56,7 @@ class Server:
         formats: Kinds of codes.
         classes: A pattern for the names of classes, in which there may then be no
             decoder beside an encoder; empty for all models.
+        instead: Which classes these are, in words.
         in_float: A pattern for layers that it takes only as floats: the name of the
             model's class, a space, and the layer's name.
         scale_dtype: The dtype in which it computes with scales; empty if it is none, or that
@@ -86,6 +87,7 @@ class Server:
     inputs: str = ""
     formats: tuple[Format, ...] = ("int", "mxfp4", "nvfp4", "fp8")
     classes: str = ""
+    instead: str = ""
     in_float: str = "$^"
     scale_dtype: ScaleDtype | Literal[""] = ""
     positive_scales: bool = False
@@ -250,6 +252,7 @@ ONNX = Server(
     without=("conv1d", "experts"),
     # torch.onnx.export cannot trace some, and others take more than texts or pictures.
     classes=r"^(?!.*Head|XLNet|.*Mamba|Jamba|CLIP|Wav2Vec2|WavLM|Whisper).*(For(Sequence|Token|Image)Classification|ForCausalLM|Model)$",
+    instead="classifiers of texts, tokens and images, decoders, and base models of one stack are served",
     half_scales=False,
     # The tests of the export.
     tried=f"{_ENCODERS} {_CAUSAL} DebertaV2ForSequenceClassification DistilBertForSequenceClassification "
@@ -274,6 +277,36 @@ EXECUTORCH = Server(
     # benchmarks/results/executorch.json.
     tried="BertForSequenceClassification LlamaForCausalLM Qwen3ForCausalLM",
 )
-SERVERS = (TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF, ONNX, EXECUTORCH)
+# The decoders that both mlx-lm and transformers have, but those whose weights mlx-lm
+# rearranges while loading, or computes with otherwise.
+_MLX = (
+    "Afmoe Apertus Cohere Cohere2 DeepseekV2 DeepseekV3 DeepseekV32 Dots1 Ernie4_5 Exaone4 ExaoneMoe Gemma Gemma2 "
+    "Gemma3 Gemma4 Glm Glm4 Glm4Moe Glm4MoeLite GlmMoeDsa GPTBigCode GPTNeoX GPTJ Granite Helium HunYuanDenseV1 "
+    "Lfm2 Lfm2Moe Llama Mamba Mamba2 Mellum MiniCPM3 MiniMax MiniMaxM2 Ministral3 Mistral Mixtral NanoChat Nemotron "
+    "Olmo Olmo2 Olmo3 Olmoe Phi Phi3 Phimoe Qwen2 Qwen2Moe Qwen3 Qwen3Moe SeedOss SmolLM3 SolarOpen StableLm "
+    "Starcoder2"
+)
+MLX = Server(
+    "mlx",
+    "mlx-lm by moq-hf export",
+    "0.32.2",
+    range(1, 9),
+    range(2, 9),
+    multiple=32,
+    columns=32,
+    repacks=True,
+    without=("conv1d",),
+    inputs="it leaves inputs in float",
+    formats=("int",),
+    classes=rf"^({'|'.join(_MLX.split())})ForCausalLM$",
+    instead="decoders that mlx-lm has, such as Llama, Mistral, Qwen and Gemma, are served",
+    half_scales=False,
+    # benchmarks/results/mlx_folders.json.
+    tried="CohereForCausalLM Cohere2ForCausalLM Ernie4_5ForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM "
+    "GemmaForCausalLM GraniteForCausalLM LlamaForCausalLM MistralForCausalLM MixtralForCausalLM "
+    "Olmo2ForCausalLM OlmoeForCausalLM Phi3ForCausalLM PhiForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM "
+    "Qwen3ForCausalLM Qwen3MoeForCausalLM SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM",
+)
+SERVERS = (TRANSFORMERS, VLLM, VLLM_CPU, SGLANG, GGUF, ONNX, EXECUTORCH, MLX)
 # The servers that `serve` may name.
 NAMED = {server.key: server for server in SERVERS if server.is_named}

@@ -132,8 +132,7 @@ def _reasons(model: Description, server: Server) -> list[str]:
     if server.classes and (
         model.is_encoder_decoder or not re.search(server.classes, architecture)
     ):
-        instead = "classifiers of texts, tokens and images, decoders, and base models of one stack are served"
-        reasons.append(f"{architecture} is not exported; {instead}")
+        reasons.append(f"{architecture} is not exported; {server.instead}")
     layout = LAYOUTS[model.layout]
     if server is not TRANSFORMERS and layout.is_for_transformers_alone:
         reasons.append(

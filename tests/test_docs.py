@@ -60,6 +60,7 @@ EMBEDDINGS = (
     "--output_dir runs/embeddings"
 )
 GGUF = "moq-hf export runs/chat/quantized --to gguf runs/chat.gguf --converter convert_hf_to_gguf.py"
+MLX = "moq-hf export runs/chat/quantized --to mlx runs/chat-mlx"
 WHEEL = "test_the_wheel_works_in_an_empty_environment in test_wheel.py"
 # Where the commands are run that need a test of their own.
 RUN_BY = {
@@ -80,6 +81,7 @@ RUN_BY = {
     HUB: "test_the_names_that_others_look_for in export/test_onnx.py",
     PACK: "test_pack_command",
     GGUF: "test_one_command_runs_the_converter in export/test_gguf.py",
+    MLX: "test_every_weight_is_that_of_the_checkpoint in export/test_mlx.py",
     MIGRATE: "test_migrate_command",
     FILES: "test_every_engine_and_its_answers in scripts/test_deployed_files.py",
     "pip install '.[glue]'": "test_the_extras",

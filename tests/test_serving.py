@@ -21,7 +21,19 @@ from moq_hf.model.convert import quant_layers
 from moq_hf.model.inventory import Inventory
 from moq_hf.model.selection import take_inventory
 from moq_hf.packed.state import served_by
-from moq_hf.servers import EXECUTORCH, GGUF, NAMED, ONNX, SERVERS, SGLANG, TRANSFORMERS, VLLM, VLLM_CPU, Server
+from moq_hf.servers import (
+    EXECUTORCH,
+    GGUF,
+    MLX,
+    NAMED,
+    ONNX,
+    SERVERS,
+    SGLANG,
+    TRANSFORMERS,
+    VLLM,
+    VLLM_CPU,
+    Server,
+)
 from moq_hf.serving import Description, verdict
 from moq_hf.weight_matrix import Kind, to_rows
 from moq_hf.weight_spec import WeightSpec
@@ -91,13 +103,13 @@ def test_the_common_grid_is_served(server: Server) -> None:
         ({"bits": 8}, {VLLM_CPU}),
         ({"symmetric": False}, set()),
         ({"symmetric": False, "bits": 8}, {VLLM_CPU, SGLANG, GGUF}),
-        ({"size": 8}, {VLLM, SGLANG, GGUF}),
-        ({"size": 16}, {SGLANG, GGUF}),
+        ({"size": 8}, {VLLM, SGLANG, GGUF, MLX}),
+        ({"size": 16}, {SGLANG, GGUF, MLX}),
         ({"size": 32}, set()),
         ({"size": 256}, {SGLANG}),
         ({"size": None, "shape": (256, 4096)}, set()),
         ({"size": None, "shape": (256, 4128)}, {SGLANG}),
-        ({"size": None, "shape": (256, 4112)}, {VLLM_CPU, SGLANG, GGUF}),
+        ({"size": None, "shape": (256, 4112)}, {VLLM_CPU, SGLANG, GGUF, MLX}),
         ({"shape": (288, 256)}, {SGLANG}),
         ({"shape": (264, 256)}, {VLLM_CPU, SGLANG}),
     ],
@@ -166,6 +178,7 @@ NO_NAMES = "it looks for each expert by its own name"
         (described("BloomForCausalLM"), GGUF, "in another order"),
         # They are delivered as floats.
         *((with_layer("h.0.c_attn", weight_of("conv1d")), server, "") for server in (VLLM, SGLANG, GGUF)),
+        (with_layer("h.0.c_attn", weight_of("conv1d")), MLX, "it takes no Conv1D layers"),
         (EXPERTS, VLLM, ""),
         (EXPERTS, VLLM_CPU, "it takes no packed experts"),
         (
@@ -182,6 +195,10 @@ NO_NAMES = "it looks for each expert by its own name"
         (ALSO_WHOLE, GGUF, ""),
         (replace(ALSO_WHOLE, architecture="GptOssForCausalLM"), VLLM, ""),
         *((described(name), ONNX, f"{name} is not exported") for name in ("MambaForCausalLM", "XLNetModel")),
+        *(
+            (described(name), MLX, f"{name} is not exported; decoders that mlx-lm has")
+            for name in ("BertModel", "LlamaForSequenceClassification", "OPTForCausalLM")
+        ),
         (described("BartModel", is_encoder_decoder=True), ONNX, "BartModel is not exported"),
         (described(unserved="logits differ"), TRANSFORMERS, "it does not answer as the model did: logits differ"),
         *(
@@ -437,7 +454,7 @@ def test_words_of_the_config() -> None:
         MoQConfig.from_dict(moq(["vlm"]))
     assert str(caught.value) == (
         'MoQ config: serve: ["vlm"] is not legal; it must be a list of "transformers" or "vllm" or "sglang" or '
-        '"llama.cpp" or "onnxruntime" or "executorch" (did you mean "vllm"?)'
+        '"llama.cpp" or "onnxruntime" or "executorch" or "mlx" (did you mean "vllm"?)'
     )
     assert set(NAMED) <= {server.key for server in SERVERS}
 
@@ -448,6 +465,8 @@ def test_words_of_the_config() -> None:
         ("vllm", "float32", "bfloat16"),
         ("vllm", "float16", "float16"),
         ("llama.cpp", "float32", "float16"),
+        ("mlx", "float32", "float16"),
+        ("mlx", "bfloat16", "bfloat16"),
         ("transformers", "bfloat16", "float32"),
     ],
 )
@@ -520,6 +539,7 @@ def test_four_bits_in_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "llama.cpp by moq-hf export gguf 0.19.0",
         "ONNX Runtime by moq-hf export 1.31.1",
         "ExecuTorch by examples/executorch 1.5.1",
+        "mlx-lm by moq-hf export 0.32.2",
     ]
     assert lines[1].split("  ")[-1].strip() == "scales are rounded to half precision there"
 

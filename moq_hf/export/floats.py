@@ -43,10 +43,7 @@ def write_floats(folder: Path, target: Path) -> Path:
     Raises:
         MoQError: As `export_floats`.
     """
-    if (folder / ADAPTER).exists():
-        raise MoQError(
-            f"{folder} has adapters in {ADAPTER}/, which floats of the base model would leave out"
-        )
+    refuse_adapters(folder)
     with quiet():
         model = load_floats(folder, dtype="auto")
         with staged(target) as staging:
@@ -62,3 +59,15 @@ def write_floats(folder: Path, target: Path) -> Path:
                 untie(staging / CONFIG)
             copy_tokenizer(folder, staging)
     return target
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Check that a checkpoint is a whole model.
+
+    Raises:
+        MoQError: It has adapters beside it.
+    """
+    if (folder / ADAPTER).exists():
+        raise MoQError(
+            f"{folder} has adapters in {ADAPTER}/, which an export of the base model would leave out"
+        )

@@ -322,6 +322,8 @@ def deploy_command(folder: Path) -> str | None:
         "llama.cpp": f"moq-hf export {place} --to gguf --converter convert_hf_to_gguf.py",
         "vllm": f"vllm serve {place}",
         "onnxruntime": f"moq-hf export {place} --to onnx",
+        "mlx": f"moq-hf export {place} --to mlx",
+        "executorch": f"python examples/executorch/export.py {place} model.pte",
     }
     model, config = _described(folder)
     plain, *others = [serving.verdict(model, server) for server in SERVERS]
