@@ -178,7 +178,7 @@ NO_NAMES = "it looks for each expert by its own name"
         (described("BloomForCausalLM"), GGUF, "in another order"),
         # They are delivered as floats.
         *((with_layer("h.0.c_attn", weight_of("conv1d")), server, "") for server in (VLLM, SGLANG, GGUF)),
-        (with_layer("h.0.c_attn", weight_of("conv1d")), MLX, "it takes no Conv1D layers"),
+        (with_layer("h.0.c_attn", weight_of("conv1d")), MLX, "it takes no quantized Conv1D layers"),
         (EXPERTS, VLLM, ""),
         (EXPERTS, VLLM_CPU, "it takes no packed experts"),
         (

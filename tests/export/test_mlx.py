@@ -296,12 +296,12 @@ def test_what_is_refused(checkpoint: Path, tmp_path: Path, capsys: pytest.Captur
     large.model.layers[0].mlp.up_proj.weight.data *= 1e6
     text = error(packed(tmp_path / "large", large, [8]), "--half")
     assert "model.layers.0.mlp.up_proj: a scale is too large for float16; leave out --half" in text
-    assert "--to mlx goes without --base" in error(checkpoint, "--base", "base.gguf")
+    assert "--to mlx takes no --base" in error(checkpoint, "--base", "base.gguf")
     shutil.copytree(checkpoint, tmp_path / "adapted")
     (tmp_path / "adapted" / "adapter").mkdir()
     assert "has adapters in adapter/" in error(tmp_path / "adapted")
     assert cli.main(["export", str(checkpoint), "--to", "float", str(tmp_path / "out"), "--half"]) == 2
-    assert "--to float goes without --half" in capsys.readouterr().err
+    assert "--to float takes no --half" in capsys.readouterr().err
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("dear")
     with pytest.raises(MoQError, match="is not empty"):
