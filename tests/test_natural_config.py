@@ -176,19 +176,8 @@ def test_bits_are_all_that_a_config_needs(tmp_path: Path) -> None:
     # DeepSpeed's words leave tables alone.
     assert MoQConfig.from_dict({"quantize_bits": {"target_bits": 4}}) == replace(config, embeddings=None)
     assert (config.start_bits, config.period, config.offset, config.grouping) == (4, "auto", 0, PerChannel())
-<<<<<<< HEAD
     grid = config.float32_grid
     assert [grid.at(bits).is_full for bits in (1, 2, 3, 4, 5, 8)] == [False, True, True, True, False, False]
-=======
-    assert [config.float32_grid.at(bits).is_full for bits in (1, 2, 3, 4, 5, 8)] == [
-        False,
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
->>>>>>> w-found
     assert not MoQConfig(bits=4, q_type="asymmetric").float32_grid.at(4).is_full
     trainer = trained(tmp_path, config, max_steps=2)
     assert set(bits_of(trainer.model).values()) == {4}
