@@ -306,18 +306,6 @@ VARIATIONS = {
 }
 
 
-def variations() -> list[list[Any]]:
-    """Points against float of as many steps, a number a seed: there are two."""
-    seeds = glue_plans.TRIED_ON_A_GPU
-    reference = on_a_gpu(ALL, LONG, seeds=seeds)
-    found: list[list[Any]] = [["", *(f"{bits} bits" for bits in BITS)]]
-    for name, ways in VARIATIONS.items():
-        own = [on_a_gpu(ALL, ways, bits, seeds) for bits in BITS]
-        cells = ["; ".join(f"{each[seed] - reference[seed]:+.1f}" for seed in sorted(each)) for each in own]
-        found.append([name, *cells])
-    return found
-
-
 def gpu_figures(section: str, ending: str, name: str = "gpu") -> dict[str, float]:
     """What was measured on one GPU, by what stands before the ending of its name."""
     rows = document(name)["sections"][section]["figures"]
@@ -632,7 +620,8 @@ def base() -> list[list[Any]]:
     found.append(["float", f"{mean(floats):.1f}", ""])
     for name, (bits, groups) in BASE_FORMS.items():
         scores_of = (base_rounded(groups, bits), base_trained(groups, bits))
-        found.append([name, *(interval_of(each, floats) for each in scores_of)])
+        if any(scores_of):
+            found.append([name, *(interval_of(each, floats) for each in scores_of)])
     return found
 
 
@@ -771,7 +760,6 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "equal steps": equal_steps,
     "rates": rates,
     "arms": arms,
-    "two seeds on a gpu": variations,
     "grids": grids,
     "language model": language_model,
     "merged lora": merged_lora,

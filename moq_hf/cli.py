@@ -107,7 +107,12 @@ def _plan(config: str, max_steps: int, model: str | None = None) -> None:
     from .config import MoQConfig
     from .forecast import plan
 
-    planned = plan(MoQConfig.load(config), max_steps)
+    loaded = MoQConfig.load(config)
+    if loaded.grid is not None:
+        raise MoQError(
+            f'{config}: grid "found" takes bits and groups from the weights of a model: moq-hf inspect MODEL shows them'
+        )
+    planned = plan(loaded, max_steps)
     print(planned)
     if model is not None:
         from .memory import plan_of_model

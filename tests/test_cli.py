@@ -65,6 +65,13 @@ def test_migrate_writes_a_config_that_fits_the_run(
 PLAN = ["plan", "configs/moq_eigen.json", "--max_steps"]
 
 
+def test_found_grids_have_no_plan_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "moq.json"
+    path.write_text('{"grid": "found"}', encoding="utf-8")
+    assert cli.main(["plan", str(path), "--max_steps", "100"]) == 2
+    assert "moq-hf inspect MODEL shows them" in capsys.readouterr().err
+
+
 def test_a_plan_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert cli.main([*PLAN, "345"]) == 0

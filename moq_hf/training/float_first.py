@@ -49,7 +49,7 @@ def after_float(config: MoQConfig, share: float) -> MoQConfig:
     """The same schedule for the rest of a run: it begins after `share` of the run, its deadline rescaled.
 
     Raises:
-        MoQError: The config names a teacher, or trains scales alone.
+        MoQError: The config names a teacher, trains scales alone, or keeps found grids.
 
     >>> after = after_float(MoQConfig(bits=2, start_bits=4, deadline=0.5), 0.5)
     >>> after.offset, after.deadline
@@ -64,6 +64,11 @@ def after_float(config: MoQConfig, share: float) -> MoQConfig:
         raise MoQError(
             f'float_first trains the weights, which {config.spell("train")}: "scales" freezes: train in float in a run '
             "of its own, and give MoQTrainer(teacher=) a copy of that model"
+        )
+    if config.grid is not None:
+        raise MoQError(
+            f'float_first moves the weights off the grids that {config.spell("grid")}: "found" keeps: leave one of them '
+            "out"
         )
     if config.offset != 0:
         logger.warning(

@@ -657,3 +657,8 @@ def test_a_loss_that_leaves_the_teacher_out_is_told(
         assert len(told) == count
         # What is said of the loss afterwards agrees.
         assert ("the loss is that of compute_loss alone" in capsys.readouterr().out) == count
+
+
+def test_found_grids_and_a_float_phase_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(MoQError, match='float_first moves the weights off the grids that grid: "found" keeps'):
+        MoQTrainer(new_model(), arguments(tmp_path), moq_config={"grid": "found"}, float_first=True)
