@@ -67,8 +67,8 @@ def after_float(config: MoQConfig, share: float) -> MoQConfig:
         )
     if config.grid is not None:
         raise MoQError(
-            f'float_first moves the weights off the grids that {config.spell("grid")}: "found" keeps: leave one of them '
-            "out"
+            f'float_first moves the weights off the grids that {config.spell("grid")}: "found" keeps: leave one of '
+            "them out"
         )
     if config.offset != 0:
         logger.warning(
