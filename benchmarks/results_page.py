@@ -577,8 +577,6 @@ BASE = Ways(
     dropout=False,
     model="mpnet, 12 layers of 768",
 )
-SIMILAR = LONG._replace(dropout=False)
-GRIDS = ("per channel, full", "groups of 32, full")
 # What weights and inputs are rounded to, by what the page calls it: bits and a key of `glue_plans.GROUPS`.
 BASE_FORMS = {
     "8 bits": (8, "per channel, full"),
@@ -622,42 +620,6 @@ def base() -> list[list[Any]]:
         scores_of = (base_rounded(groups, bits), base_trained(groups, bits))
         if any(scores_of):
             found.append([name, *(interval_of(each, floats) for each in scores_of)])
-    return found
-
-
-# The forms of page one: what it calls them, bits, a key of `glue_plans.GROUPS`, and one of the sizes' `FORMS`.
-FIRST_FORMS = {
-    "8-bit weights and inputs, static": (8, "static symmetric", "static asymmetric"),
-    "4-bit weights and inputs": (4, "w4a4", "w4a4, both products at 8"),
-    "2-bit weights": (2, "groups of 32, full", "groups of 32, full"),
-}
-
-
-def pictured() -> dict[str, tuple[float, ...]]:
-    """MB and score of the float model, and MB with the scores rounded and trained of each form of page one."""
-    bytes_of = document("sizes")["models"]["all-mpnet-base-v2"]
-    found: dict[str, tuple[float, ...]] = {"float": (bytes_of["float"] / 1e6, mean(average(BASE_TASK, BASE)))}
-    for name, (bits, groups, size) in FIRST_FORMS.items():
-        scores_of = mean(base_rounded(groups, bits)), mean(base_trained(groups, bits))
-        found[name] = (bytes_of["forms"][size] / 1e6, *scores_of)
-    return found
-
-
-def similarity() -> list[list[Any]]:
-    """The same of a MiniLM at equal steps, and what its delivered file weighs with tables at 8 and at 4 bits."""
-    floats = average(BASE_TASK, SIMILAR)
-    rounded = SIMILAR._replace(arm="after training")
-    sizes = document("sizes")["models"]["all-MiniLM-L6-v2"]
-    found: list[list[Any]] = [["bits", "rounded", "rounded, groups of 32", "trained", "MB"]]
-    found.append(["float", f"{mean(floats):.1f}", "", "", f"{sizes['float'] / 1e6:.1f}"])
-    for bits, rate in ((4, 0.0), (3, 1e-4), (2, 2e-4)):
-        cells = [interval_of(average(BASE_TASK, rounded._replace(groups=groups), bits), floats) for groups in GRIDS]
-        trained = NO_DROPOUT._replace(rates={"stsb": rate}) if rate else None
-        cells.append(interval_of(average(BASE_TASK, trained, bits), floats) if trained else "")
-        found.append([bits, *cells, f"{sizes['tables at 8 bits'][str(bits)] / 1e6:.1f}"])
-    small = average(BASE_TASK, NO_DROPOUT._replace(groups=glue_plans.SMALL_TABLES), 2)
-    size = f"{sizes['tables at 4 bits']['2'] / 1e6:.1f}"
-    found.append(["2, tables at 4", "", "", interval_of(small, floats), size])
     return found
 
 
@@ -776,7 +738,6 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "rounded inputs": rounded_inputs,
     "embedding models": embedding_models,
     "base": base,
-    "similarity": similarity,
     "reliability": reliability,
     "versions": versions,
     "neighbors": neighbors,

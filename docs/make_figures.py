@@ -34,8 +34,6 @@ ARMS = {
     "moq_hf, float first": "moq_hf",
 }
 BITS = (4, 3, 2)
-# Of points that are rounded and trained.
-ROUNDED, TRAINED = "tab:orange", "tab:green"
 
 
 def trajectory(share: float) -> tuple[list[int], list[int]]:
@@ -92,40 +90,6 @@ def draw_scores(path: Path) -> None:
     plt.close(figure)
 
 
-def draw_costs(path: Path, ink: str) -> None:
-    """Draw score over size: the float model, and each form of page one rounded and trained.
-
-    Args:
-        path: The file.
-        ink: The color of axes and words; the background is transparent.
-    """
-    words = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink)
-    with plt.rc_context(words):
-        figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
-        forms = results_page.pictured()
-        size, score = forms.pop("float")
-        axes.plot(size, score, "D", color="gray")
-        axes.annotate("float", (size, score), (0, 8), textcoords="offset points", ha="center", color=ink)
-        for name, (size, rounded, trained) in forms.items():
-            axes.plot(size, rounded, "s", color=ROUNDED)
-            axes.plot(size, trained, "o", color=TRAINED)
-            arrow = {"arrowstyle": "->", "color": ink, "alpha": 0.6, "shrinkA": 5, "shrinkB": 5}
-            axes.annotate("", (size, trained), (size, rounded), arrowprops=arrow)
-            axes.annotate(name, (size, rounded), (7, -3), textcoords="offset points", fontsize="small", color=ink)
-        axes.plot([], [], "s", color=ROUNDED, label="rounded")
-        axes.plot([], [], "o", color=TRAINED, label="trained with moq_hf")
-        axes.set_xscale("log")
-        axes.set_xticks([50, 100, 200, 400], ["50 MB", "100 MB", "200 MB", "400 MB"])
-        axes.xaxis.minorticks_off()
-        axes.set_xlim(600, 45)
-        axes.set_ylabel("Spearman x 100")
-        axes.set_title("MPNet-base on STS-B", fontsize="medium")
-        axes.grid(alpha=0.25)
-        axes.legend(loc="lower left", fontsize="small", framealpha=0)
-        figure.savefig(path, dpi=120, transparent=True, metadata={"Software": None})
-        plt.close(figure)
-
-
 def main() -> None:
     """Read the command line and draw."""
     parser = argparse.ArgumentParser(description="Draw the figures of the documentation.")
@@ -135,8 +99,6 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     draw_schedule(out / "schedule.png")
     draw_scores(out / "score-over-bits.png")
-    draw_costs(out / "score-over-size.png", "#24292f")
-    draw_costs(out / "score-over-size-dark.png", "#e6edf3")
 
 
 if __name__ == "__main__":
