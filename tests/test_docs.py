@@ -62,6 +62,7 @@ EMBEDDINGS = (
 GGUF = "moq-hf export runs/chat/quantized --to gguf runs/chat.gguf --converter convert_hf_to_gguf.py"
 MLX = "moq-hf export runs/chat/quantized --to mlx runs/chat-mlx"
 WHEEL = "test_the_wheel_works_in_an_empty_environment in test_wheel.py"
+EXAMPLES = "test_an_example_runs in test_examples.py"
 # Where the commands are run that need a test of their own.
 RUN_BY = {
     "make demo": "test_make_demo",
@@ -92,6 +93,10 @@ RUN_BY = {
     "pip install '.[embeddings]'": "test_the_extras",
     EMBEDDINGS: "test_a_whole_run in scripts/test_quantize_embeddings.py",
     "pip install . trl datasets": "test_the_extras",
+    "python examples/trl_sft.py --small": EXAMPLES,
+    "python examples/sentence_transformers_w4.py --small": EXAMPLES,
+    "python examples/w8a8_onnx.py --small": EXAMPLES,
+    "python examples/to_mlx.py --small": EXAMPLES,
     "python examples/sft/train.py --output_dir runs/sft": "test_the_sft_example",
     "python examples/sft/generate.py runs/sft/quantized": "test_the_sft_example",
     "python examples/sft/generate_vllm.py runs/sft/quantized": "test_the_sft_example",
