@@ -4,7 +4,6 @@ Folders named as models and data on the Hub stand beside a notebook: tiny models
 """
 
 import os
-import random
 import re
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_glue
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import Dataset
 from repo import ROOT
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
@@ -24,27 +23,8 @@ from nbclient import NotebookClient
 FOLDER = ROOT / "examples" / "notebooks"
 # How the lines begin that moq_hf prints.
 OURS = ("moq_hf", "block ", "every block", "Load it", "Deploy", "Report", "Verified")
-# What is cut short here, and to what: rows, and the steps of the language model.
-SHORTER = {
-    "range(1500)": "range(64)",
-    "range(1000)": "range(64)",
-    "range(120)": "range(8)",
-    "max_steps=40": "max_steps=20",
-}
-# In the place of llama.cpp's.
-CONVERTER = """
-import sys
-sys.path += {paths}
-from gguf_base import write_base
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-sizes = dict(embedding_length="hidden_size", feed_forward_length="intermediate_size", vocab_size="vocab_size")
-write_base(
-    model,
-    sys.argv[sys.argv.index("--outfile") + 1],
-    **{{f"llama__{{key}}": getattr(model.config, name) for key, name in sizes.items()}},
-)
-"""
+# What is cut short here, and to what: rows.
+SHORTER = {"range(1500)": "range(64)", "range(3000)": "range(64)"}
 
 
 def told(notebook: Any) -> list[str]:
@@ -66,20 +46,6 @@ def tiny_bert(folder: Path) -> None:
     AutoTokenizer.from_pretrained(demo).save_pretrained(folder)
 
 
-def tiny_llama(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Llama in the place of SmolLM2, whose head is its embedding table, too."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "sft"))
-    from dialogues import dialogues
-    from train import new_model, new_tokenizer
-
-    rows, _ = dialogues()
-    tokenizer = new_tokenizer([message["content"] for row in rows for message in row["messages"]])
-    model = new_model(tokenizer)
-    model.config.tie_word_embeddings = True
-    type(model)(model.config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def write_config(folder: Path, name: str, rows: dict[str, Dataset]) -> None:
     """A configuration of a data set, as the Hub has it."""
     for split, data in rows.items():
@@ -91,30 +57,17 @@ def write_config(folder: Path, name: str, rows: dict[str, Dataset]) -> None:
     page.write_text("\n".join([*lines, "---", ""]))
 
 
-def write_intents(folder: Path, intents: list[str]) -> None:
-    """Messages that ask for one intent each."""
-    features = Features({"text": Value("string"), "intent": ClassLabel(names=[*intents, "oos"])})
-    rows = [{"text": f"What is the {intent}?", "intent": intent} for intent in [*intents, "oos"] for _ in range(4)]
-    data = Dataset.from_list(random.Random(0).sample(rows, len(rows)), features=features)
-    write_config(folder, "plus", {"train": data, "test": data})
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a notebook runs, beside what stands in the place of the Hub and of a clone of llama.cpp."""
+    """Where a notebook runs, beside what stands in the place of the Hub."""
     folder = tmp_path / "examples" / "notebooks"
     tiny_bert(folder / "sentence-transformers" / "all-MiniLM-L6-v2")
-    tiny_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", monkeypatch)
     for task in ("sst2", "stsb"):
         rows = {
             split: Dataset.from_list(tiny_glue.make_rows(task, count))
             for split, count in (("train", 80), ("validation", 32))
         }
         write_config(folder / "nyu-mll" / "glue", task, rows)
-    write_intents(folder / "clinc" / "clinc_oos", ["transfer", "balance", "pay_bill"])
-    (folder / "llama.cpp").mkdir()
-    paths = [str(ROOT), str(ROOT / "tests" / "helpers")]
-    (folder / "llama.cpp" / "convert_hf_to_gguf.py").write_text(CONVERTER.format(paths=paths))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for variable, value in {
         "HF_HUB_OFFLINE": "1",
@@ -130,8 +83,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_runs_and_says_what_it_shows(path: Path, folder: Path) -> None:
-    if "trl" in path.read_text(encoding="utf-8"):
-        pytest.importorskip("trl")
     shown = nbformat.read(path, as_version=4)
     again = nbformat.read(path, as_version=4)
     for cell in again.cells:
