@@ -461,7 +461,7 @@ def moq(**arguments: Any) -> Any:
             ["activations: symmetric: for static ranges alone, and per_block scales follow each call"],
         ),
         (
-            lambda: MoQConfig("w8a8", activations={"scale": "per_token"}),
+            lambda: MoQConfig("w8a8", activations={"scale": "per_block"}),
             ["or the preset that has it, or set scale to"],
         ),
         (moq(activations={"percentile": 0}), ["activations.percentile: 0 is not legal", "a number above 0 up to 100"]),

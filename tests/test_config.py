@@ -244,7 +244,12 @@ def test_what_states_of_0_2_hold_is_read_as_it_was_meant(case: str) -> None:
     for override in written["overrides"].values():
         override["activations"] = None
     written["activation_quantization"] |= {"symmetric": True, "percentile": 100.0, "window": None, "wide_bits": None}
-    assert MoQConfig.from_dict(written).to_deepspeed() == {**written, "pack_bits": None, "train": "weights"}
+    assert MoQConfig.from_dict(written).to_deepspeed() == {
+        **written,
+        "pack_bits": None,
+        "train": "weights",
+        "grid": None,
+    }
 
 
 def test_the_dialect_has_words_for_keys_alone() -> None:
@@ -255,10 +260,10 @@ def test_the_dialect_has_words_for_keys_alone() -> None:
 def test_every_attribute_is_written() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(MoQConfig)}
     # An asymmetric grid has no full range, and is of no format; little goes with scales alone.
-    assert fields.keys() - OTHERS.keys() == {"dialect", "range", "groups", "format", "train"}
+    assert fields.keys() - OTHERS.keys() == {"dialect", "range", "groups", "format", "train", "grid"}
     assert MoQConfig(format="nvfp4").to_dict()["format"] == "nvfp4"
     full = MoQConfig(bits=2, range="full", groups=1)
-    assert full.to_dict()["range"] == "full" and full.grid == Grid(full=True)
+    assert full.to_dict()["range"] == "full" and full.float32_grid == Grid(full=True)
     assert all(OTHERS[name] != fields[name] for name in OTHERS)
 
 

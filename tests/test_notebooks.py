@@ -40,9 +40,10 @@ def told(notebook: Any) -> list[str]:
 
 
 def tiny_bert(folder: Path) -> None:
-    """A BERT in the place of MiniLM."""
+    """A BERT in the place of MiniLM, with dropout as that has it."""
     demo = ROOT / "examples" / "demo" / "model"
-    AutoModel.from_config(AutoConfig.from_pretrained(demo)).save_pretrained(folder)
+    config = AutoConfig.from_pretrained(demo, hidden_dropout_prob=0.1)
+    AutoModel.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(demo).save_pretrained(folder)
 
 

@@ -114,7 +114,7 @@ def test_with_a_window_a_range_is_the_mean_of_the_batches(tiny_bert: nn.Module, 
     handle.remove()
     seen = torch.tensor(ends)
     # The embeddings are not rounded.
-    quantize_model(tiny_bert, "w8a8", activations={"percentile": 100}, embeddings=None, inputs=in_rows(tiny_batch))
+    quantize_model(tiny_bert, "w8a8", activations={"window": 1000}, embeddings=None, inputs=in_rows(tiny_batch))
     inputs = quant_layers(tiny_bert)[name].moq.inputs
     assert inputs is not None and inputs.range is not None and len(seen) == 3 == int(inputs.steps or 0)
     torch.testing.assert_close(inputs.range, seen.mean(0))

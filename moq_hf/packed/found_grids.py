@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import MoQError, explained, require, shortened
+from ..errors import MoQError, explained, read_json, require, shortened
 from ..lattice import FoundGrid, find_grid
 from ..text import progress, table
 from .checkpoint_weights import safetensors_weights
@@ -42,9 +42,12 @@ class FoundMatrix:
 
 
 def has_floats(path: Path) -> bool:
-    """True for a GGUF file, a folder with one, and a folder with weights in safetensors."""
+    """True for a GGUF file, a folder with one, and a folder with weights in safetensors that are not quantized."""
     if path.suffix == _GGUF:
         return path.is_file()
+    config = path / "config.json"
+    if config.is_file() and "quantization_config" in read_json(config):
+        return False
     names = (SINGLE, INDEX)
     return any((path / name).is_file() for name in names) or _gguf_in(path) is not None
 
