@@ -1,13 +1,13 @@
-"""Finds the grid that weights lie on already, if a model was quantized and then written as floats.
+"""Finds the grid that a weight already lies on, as when a model was quantized and then written as floats.
 
-The weights of a group lie on a grid if all are whole multiples of one scale. The least
-multiples are searched, upwards from 1, by which the group's largest weight can be divided:
-a scale belongs to a weight w and a multiple k if k times the scale, rounded to the weight's
-dtype, is w, and to a group if it belongs to all of its weights. So each weight gives an
-interval of scales, and what is found reproduces every weight exactly, in bfloat16 too. The
-multiples then tell the bits of the tensor, and they are spread over all codes that those
-bits have, as the rule of the grid does: its largest weight has the last code. Of the grids
-that hold all groups, that of the fewest bits counts, then the one with the longest groups.
+A group lies on a grid if its weights are integer multiples of one scale. For that scale
+the search tries the group's largest weight divided by 1, 2, 3 and so on, and takes the
+first that fits. A scale fits a weight w with the multiple k if k times the scale, rounded
+to the weight's dtype, is w. So each weight allows an interval of scales, and a scale in
+all intervals of a group reproduces every weight exactly, in bfloat16 too. The multiples
+tell the bits that the tensor needs, and are then spread over all codes of those bits, as
+quantizing does: a group's largest weight has the last code. Of the grids that hold all
+groups, the one with the fewest bits is taken, then the one with the longest groups.
 
 Groups of zeros lie on every grid.
 """
@@ -30,30 +30,27 @@ from .grid import (
     PerGroup,
     ScaleDtype,
 )
-from .quantizer import Scales, as_stored
+from .quantizer import Scales, as_stored, float_steps
 from .text import dtype_name
 
 MOST_BITS = 8
 # The lengths of groups within a row, besides whole rows.
 _SIZES = (128, 64, 32, 16)
-# Groups that are tried before all of them are.
+# Groups that are tried first.
 _SAMPLE = 64
-# Weights of a group that are tried before all of them are.
+# Weights of a group that are tried first.
 _FEW = 8
 # The divisors that are tried together begin with these.
 _UP_TO = (1, 16, 64, 1 << MOST_BITS)
 _WITH_MINIMUM_UP_TO = (1, 32)
-# Numbers that are taken at once.
+# Numbers in memory at once.
 _BLOCK = 1 << 20
 _SCALE_DTYPES: tuple[ScaleDtype, ...] = ("float16", "bfloat16", "float32")
 # More than the errors of interval arithmetic in float64.
 _ABOUT_ONE = 1 + 2.0**-48
 _FP4: tuple[Format, ...] = ("mxfp4", "nvfp4")
-# The codes of E2M1, doubled.
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
-# What llama.cpp calls grids in groups of 32 with scales in float16, by their bits.
-_SYMMETRIC = {4: "Q4_0", 5: "Q5_0", 8: "Q8_0"}
-_WITH_MINIMUM = {4: "Q4_1", 5: "Q5_1"}
+# Types of llama.cpp in groups of 32 with scales in float16, named by bits and minimum.
+_GGML_TYPES = ("Q4_0", "Q5_0", "Q8_0", "Q4_1", "Q5_1")
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ class FoundGrid:
     scales: Scales | None = None
 
     def on(self, device: torch.device) -> Self:
-        """The same with its scales on a device."""
+        """This grid with its scales on a device."""
         if self.scales is None or self.scales.scale.device == device:
             return self
         parts = (None if x is None else x.to(device) for x in self.scales)
@@ -136,12 +133,12 @@ class FoundGrid:
         if self.format != "int":
             return f"{self.format} in groups of {self.row_size}"
         kind = "" if self.symmetric else " asymmetric"
-        names = _SYMMETRIC if self.symmetric else {}
         if self.has_minimum:
-            kind, names = " with a minimum", _WITH_MINIMUM
+            kind = " with a minimum"
         groups = f"in groups of {self.row_size}" if self.row_size else "per channel"
-        name = names.get(self.bits)
-        is_known = name and (self.row_size, self.scale_dtype) == (32, "float16")
+        name = f"Q{self.bits}_{int(not self.symmetric)}"
+        is_known = name in _GGML_TYPES and self.symmetric != self.has_minimum
+        is_known &= (self.row_size, self.scale_dtype) == (32, "float16")
         called = f" ({name})" if is_known else ""
         return f"{self.bits} bits{kind} {groups}, scales in {self.scale_dtype}{called}"
 
@@ -153,13 +150,11 @@ class _Multiples(NamedTuple):
         x: The weights `[groups, size]`, in their dtype.
         codes: int16 of the same shape; zeros where there is no such scale.
         is_found: bool `[groups]`; True for groups of zeros.
-        low: The least weights, `[groups, 1]`, that were subtracted; None without.
     """
 
     x: Tensor
     codes: Tensor
     is_found: Tensor
-    low: Tensor | None = None
 
 
 def find_grid(weight: Tensor) -> FoundGrid:
@@ -183,8 +178,8 @@ def find_grid(weight: Tensor) -> FoundGrid:
     if not weight.numel() or not weight.isfinite().all():
         return FoundGrid(0, groups=len(weight))
     candidates = [
-        _described(_multiples(_sample(x), has_minimum), size, kind)
-        for size, kind, has_minimum, x in _cut(weight)
+        _described(_multiples(_sample(x), kind.has_minimum), kind)
+        for kind, x in _kinds(weight)
     ]
     likely = [each for each in candidates if each.on_grid]
     likely.sort(key=_preference)
@@ -193,9 +188,7 @@ def find_grid(weight: Tensor) -> FoundGrid:
         if best.is_whole or (best.bits and not each.is_whole):
             break
         x = weight.reshape(-1, each.row_size or weight.shape[1])
-        found = _described(
-            _multiples(x, each.has_minimum), each.row_size, each.format, len(weight)
-        )
+        found = _described(_multiples(x, each.has_minimum), each, len(weight))
         if not best.bits or _tenths(found) > _tenths(best):
             best = found
     return best
@@ -212,41 +205,48 @@ def _tenths(found: FoundGrid) -> int:
     return math.floor(10 * found.share)
 
 
-def _cut(weight: Tensor) -> Iterator[tuple[int | None, Format, bool, Tensor]]:
-    """The groups of each length, with the kinds of codes to look for, and whether groups have a minimum."""
+def _kinds(weight: Tensor) -> Iterator[tuple[FoundGrid, Tensor]]:
+    """The kinds of grids to look for, each with the weight's groups; integers may have other bits than the kind."""
     columns = weight.shape[1]
-    yield None, "int", False, weight
+    yield FoundGrid(MOST_BITS), weight
     for size in _SIZES:
         if columns % size:
             continue
         x = weight.reshape(-1, size)
         if size < columns:
-            yield size, "int", False, x
+            yield FoundGrid(MOST_BITS, size), x
         for name in _FP4:
             if FP4[name].group_size == size:
-                yield size, name, False, x
+                yield FoundGrid(FP4[name].bits, size, format=name), x
         if size > 16:
-            yield size, "int", True, x
+            yield FoundGrid(MOST_BITS, size, symmetric=False, has_minimum=True), x
 
 
 def _sample(x: Tensor) -> Tensor:
-    """Some of the groups, from all over the weight, without those that are zeros where others are there."""
+    """Some groups from all over the weight; those of zeros only if there are no others."""
     few = x[:: max(1, len(x) // (4 * _SAMPLE))]
     used = few[few.any(1)]
     return (used if len(used) else few)[:: max(1, len(used) // _SAMPLE)]
 
 
-@dataclass(frozen=True)
-class _Exact:
-    """Weights `[groups, size]` in float64, and how much smaller and larger what was rounded to them may be."""
+class _Exact(NamedTuple):
+    """Weights in float64, minus the least one of their group if the grid has a minimum.
+
+    Attributes:
+        values: `[groups, size]`.
+        below: How much smaller the number may be that was rounded to each.
+        above: How much larger it may be.
+        low: What was subtracted, `[groups, 1]`.
+    """
 
     values: Tensor
     below: Tensor
     above: Tensor
+    low: Tensor
 
-    def __getitem__(self, groups: Tensor) -> Self:
-        parts = self.values, self.below, self.above
-        return type(self)(*(part[groups] for part in parts))
+    def of(self, groups: Tensor) -> "_Exact":
+        """Some of the groups."""
+        return _Exact(*(part[groups] for part in self))
 
     def interval(self, multiples: Tensor) -> tuple[Tensor, Tensor]:
         """The least and the largest scale of groups, `[groups, 1]`, with these multiples; zeros give none."""
@@ -257,8 +257,8 @@ class _Exact:
         return lower.amax(1, keepdim=True), upper.amin(1, keepdim=True)
 
 
-def _exact(x: Tensor, low: Tensor | None) -> _Exact:
-    """The weights, or how much larger than the least ones they are."""
+def _exact(x: Tensor, has_minimum: bool) -> _Exact:
+    """Weights of a dtype with the errors of their rounding."""
     info = torch.finfo(x.dtype)
     values = x.double()
     mantissa, exponent = torch.frexp(values)
@@ -267,38 +267,34 @@ def _exact(x: Tensor, low: Tensor | None) -> _Exact:
     # A product in float32 is rounded before it is cast.
     twice = 0.0 if x.dtype == torch.float32 else 2.0**-24
     above = spacing.clamp_(min=least) / 2 + values.abs() * twice
-    if low is not None:
+    if has_minimum:
+        low = values.amin(1, keepdim=True)
         above += above.amax(1, keepdim=True)
-        return _Exact(values - low.double(), above, above)
+        return _Exact(values - low, above, above, low)
     # Below a power of two numbers are denser.
     is_power = (mantissa.abs() == 0.5) & (spacing > least)
-    return _Exact(values, torch.where(is_power, above / 2, above), above)
+    below = torch.where(is_power, above / 2, above)
+    return _Exact(values, below, above, torch.zeros(len(x), 1))
 
 
 def _multiples(x: Tensor, has_minimum: bool) -> _Multiples:
     """Write groups `[groups, size]` as multiples of a scale."""
     ranges = _WITH_MINIMUM_UP_TO if has_minimum else _UP_TO
-    size = max(x.shape[1], _FEW * (ranges[-1]))
+    size = max(x.shape[1], _FEW * ranges[-1])
     parts = [
-        _multiples_of(part, has_minimum, ranges)
+        _multiples_of(_exact(part, has_minimum), ranges)
         for part in torch.split(x, max(1, _BLOCK // size))
     ]
-    codes, is_found, low = zip(*parts, strict=True)
-    lows = torch.cat(low) if has_minimum else None
-    return _Multiples(x, torch.cat(codes), torch.cat(is_found), lows)
+    return _Multiples(x, *map(torch.cat, zip(*parts, strict=True)))
 
 
-def _multiples_of(
-    x: Tensor, has_minimum: bool, ranges: tuple[int, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_multiples`, for groups to take at once; the multiples, whether there are any, and the least weights."""
-    low = x.amin(1, keepdim=True)
-    exact = _exact(x, low if has_minimum else None)
+def _multiples_of(exact: _Exact, ranges: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The codes and `is_found` of `_Multiples`, for the groups of a block."""
     largest, place = exact.values.abs().max(1, keepdim=True)
     error = exact.above.gather(1, place) / largest
     allowed = exact.above + (exact.values.abs() + exact.above) * error
     allowed *= _ABOUT_ONE + error
-    codes = torch.zeros(x.shape, dtype=torch.int16)
+    codes = torch.zeros(exact.values.shape, dtype=torch.int16)
     is_found = largest.squeeze(1) == 0
     for first, end in pairwise(ranges):
         left = (~is_found).nonzero().squeeze(1)
@@ -308,24 +304,24 @@ def _multiples_of(
         off = (few / step).round_().mul_(step).sub_(few).abs_()
         divisor, group = (off <= allowed[left, :_FEW]).all(2).nonzero().unbind(1)
         tried = left[group]
-        multiples = _rounded(exact[tried], largest[tried] / (divisor + first)[:, None])
-        lower, upper = exact[tried].interval(multiples)
+        own = exact.of(tried)
+        multiples = _rounded(own, largest[tried] / (divisor + first)[:, None])
+        lower, upper = own.interval(multiples)
         fits = (lower <= upper * _ABOUT_ONE).squeeze(1)
-        is_zero = exact.values[tried].abs() <= exact.above[tried]
-        fits &= ((multiples == 0) <= is_zero).all(1)
+        fits &= ((multiples == 0) <= (own.values.abs() <= own.above)).all(1)
         tried, multiples = tried[fits], multiples[fits]
         # Divisors ascend, and the least one of a group counts.
-        order = torch.arange(len(tried))
-        firsts = torch.full((len(x),), len(tried))
-        is_first = order == firsts.scatter_reduce(0, tried, order, "amin")[tried]
-        codes[tried[is_first]] = multiples[is_first].short()
-        is_found[tried] = True
-    return codes, is_found, low
+        firsts = torch.full((len(codes),), len(tried))
+        firsts.scatter_reduce_(0, tried, torch.arange(len(tried)), "amin")
+        is_new = firsts < len(tried)
+        codes[is_new] = multiples[firsts[is_new]].short()
+        is_found |= is_new
+    return codes, is_found
 
 
 def _rounded(exact: _Exact, step: Tensor) -> Tensor:
-    """The multiples of a scale that is nearly the step."""
-    # The step is as inexact as the largest weight. Small multiples are right all the same, and tell it better.
+    """The weights as multiples of a scale that is close to the step."""
+    # The step is as inexact as the largest weight, but small multiples are right with it, and give a better step.
     for part in (8, 2):
         multiples = (exact.values / step).round_()
         most = multiples.abs().amax(1, keepdim=True)
@@ -335,78 +331,69 @@ def _rounded(exact: _Exact, step: Tensor) -> Tensor:
     return (exact.values / step).round_()
 
 
-def _described(
-    found: _Multiples,
-    row_size: int | None,
-    format: Format,
-    rows: int = 0,
-    usual: bool = False,
-) -> FoundGrid:
+def _described(found: _Multiples, kind: FoundGrid, rows: int = 1) -> FoundGrid:
     """The grid that the multiples need, and how many groups lie on it.
 
     Args:
         found: The multiples.
-        row_size: Weights of a row in a group; None for whole rows.
-        format: Kind of codes.
-        rows: Rows of the weight, if scales are wanted.
-        usual: Whether the bits are those of most groups, instead of all.
+        kind: Its kind, whatever the bits of integers are.
+        rows: Rows of the weight.
     """
-    codes = found.codes
-    high = codes.amax(1).clamp(min=0).int()
-    low = -codes.amin(1).clamp(max=0).int()
-    larger, smaller = torch.maximum(high, low), torch.minimum(high, low)
-    if usual:
-        # A group that is on the grid by chance may need more bits than the others.
-        place = int(0.9 * (len(larger) - 1))
-        is_usual = larger <= larger.sort().values[place]
-        high, low = high * is_usual, low * is_usual
-        larger, smaller = larger * is_usual, smaller * is_usual
-    bits, full, symmetric = _bits_of(larger, smaller)
-    if found.low is not None or format == "int":
-        span = int((high + low).max())
-        asymmetric = min(max(2, span.bit_length()), MOST_BITS)
-        if asymmetric < bits or found.low is not None:
-            bits, full, symmetric = asymmetric, False, False
-    if format != "int":
-        bits, full = FP4[format].bits, False
-    grid = FoundGrid(
-        min(bits, MOST_BITS),
-        row_size,
-        symmetric,
-        full and bits <= MOST_BITS,
-        format=format,
-        has_minimum=found.low is not None,
-        groups=len(codes),
-        zeros=int((found.is_found & (codes == 0).all(1)).sum()),
+    above, below = _reach(found.codes)
+    larger = torch.maximum(above, below)
+    # A group that is on the grid by chance may need more bits than the others.
+    usual = larger <= larger.sort().values[int(0.9 * (len(larger) - 1))]
+    for counted in (torch.ones_like(usual), usual):
+        best = _with_scales(found, _fewest_bits(found.codes[counted], kind), rows)
+        if best.is_whole:
+            break
+    return best
+
+
+def _fewest_bits(codes: Tensor, kind: FoundGrid) -> FoundGrid:
+    """The first grid of a kind that has all codes, or the last one tried."""
+    if kind.format != "int":
+        return kind
+    reach = _reach(codes)
+    sides = [(False, False)]
+    if not kind.has_minimum:
+        sides = [(True, False), (True, True), (False, False)]
+    for bits in range(2, MOST_BITS + 1):
+        for symmetric, full in sides:
+            grid = replace(kind, bits=bits, symmetric=symmetric, full=full)
+            if bool(_room(reach, grid).all()):
+                return grid
+    return grid
+
+
+def _with_scales(found: _Multiples, grid: FoundGrid, rows: int) -> FoundGrid:
+    """The grid with the narrowest scales that hold the most groups, and the number of these."""
+    is_zero = found.is_found & (found.codes == 0).all(1)
+    best = replace(
+        grid,
+        bits=0,
+        scale_dtype="float32",
+        groups=len(found.x),
+        on_grid=0,
+        zeros=int(is_zero.sum()),
+        scales=None,
     )
-    best = replace(grid, bits=0)
     own = dtype_name(found.x.dtype)
     # Servers load scales in the dtype of the model.
     dtypes = sorted(_SCALE_DTYPES, key=lambda dtype: (dtype == "float32", dtype != own))
-    for dtype in dtypes if format == "int" else dtypes[-1:]:
-        tried = replace(grid, scale_dtype=dtype)
-        scaled = _Scaled.of(found, tried)
+    for dtype in dtypes if grid.format == "int" else dtypes[-1:]:
+        tried = replace(best, bits=grid.bits, scale_dtype=dtype)
+        scaled = _Scaled(found, tried)
         count = int(scaled.fits.sum())
         if count > best.on_grid:
             best = replace(tried, on_grid=count)
-        if count == len(codes):
-            if rows and found.low is None:
-                best = replace(best, scales=scaled.scales(tried, rows))
+        if best.is_whole:
             break
-    if best.is_whole or usual:
-        return best
-    return _described(found, row_size, format, rows, usual=True)
+    if best.is_whole and not best.has_minimum:
+        best = replace(best, scales=scaled.scales(rows))
+    return best
 
 
-def _bits_of(larger: Tensor, smaller: Tensor) -> tuple[int, bool, bool]:
-    """The bits of symmetric codes that reach so far on either side, and whether the last one is needed."""
-    bits = 2
-    while bool((larger > 1 << bits - 1).any() or (smaller >= 1 << bits - 1).any()):
-        bits += 1
-    return bits, bool((larger == 1 << bits - 1).any()), True
-
-
-@dataclass
 class _Scaled:
     """Groups on a grid, whose codes reach as far as they can.
 
@@ -414,83 +401,77 @@ class _Scaled:
         codes: int16 `[groups, size]`, around zero.
         scale: float32 `[groups]`, above zero.
         fits: bool `[groups]`: whether these give every weight.
+
+    Args:
+        found: The groups as multiples.
+        grid: The grid.
     """
 
-    codes: Tensor
-    scale: Tensor
-    fits: Tensor
-
-    @classmethod
-    def of(cls, found: _Multiples, grid: FoundGrid) -> "_Scaled":
-        """Put groups on a grid."""
-        codes = found.codes.clone()
-        fits = found.is_found & (codes == 0).all(1)
-        made = cls(codes, torch.ones(len(codes)), fits)
-        room = _room(codes, grid)
-        made._try(found, grid, room, lambda exact, part, own: found.codes[part] * own)
+    def __init__(self, found: _Multiples, grid: FoundGrid) -> None:
+        self._found = found
+        self._grid = grid
+        self._precision = grid.grid.at(grid.bits)
+        self.codes = found.codes.clone()
+        self.scale = torch.ones(len(self.codes))
+        self.fits = found.is_found & (self.codes == 0).all(1)
+        room = _room(_reach(found.codes), grid)
+        self._try(room, lambda exact, part, own: found.codes[part] * own)
         if found.x.dtype != torch.float32 and grid.format == "int":
             # Large codes are ambiguous in half precision, and the least multiples may be others.
-            top = 2**grid.bits - 1 if not grid.symmetric else 2 ** (grid.bits - 1)
+            top = torch.full_like(room, self._precision.reach)
             largest = found.x.double().abs().amax(1, keepdim=True)
-            made._try(
-                found,
-                grid,
-                torch.full_like(room, top),
-                lambda exact, part, own: _rounded(exact, largest[part] / own),
+            self._try(
+                top, lambda exact, part, own: _rounded(exact, largest[part] / own)
             )
-        return made
 
     def _try(
-        self,
-        found: _Multiples,
-        grid: FoundGrid,
-        numbers: Tensor,
-        codes_of: Callable[[_Exact, Tensor, Tensor], Tensor],
+        self, numbers: Tensor, codes_of: Callable[[_Exact, Tensor, Tensor], Tensor]
     ) -> None:
-        """Take the first number of each group, counted down to 1, with which its codes have a scale."""
-        left = (found.is_found & ~self.fits & (numbers > 0)).nonzero().squeeze(1)
+        """Count each group's number down to 1 until a scale gives the weights with its codes."""
+        left = (self._found.is_found & ~self.fits & (numbers > 0)).nonzero().squeeze(1)
         while len(left):
             for part in torch.split(left, max(1, _BLOCK // self.codes.shape[1])):
-                low = None if found.low is None else found.low[part]
-                x, exact = found.x[part], _exact(found.x[part], low)
+                x = self._found.x[part]
+                exact = _exact(x, self._grid.has_minimum)
                 codes = codes_of(exact, part, numbers[part, None]).short()
                 lower, upper = exact.interval(codes)
-                scale = ((lower + upper) / 2).float()
-                if grid.format != "int" or grid.scale_dtype != "float32":
-                    scale = as_stored(scale, grid.grid.at(grid.bits))
-                values = codes * scale if low is None else codes * scale + low.float()
-                fits = (values.to(x.dtype) == x).all(1) & (_room(codes, grid) > 0)
-                if grid.format != "int":
-                    fits &= torch.isin(codes.abs(), torch.tensor(_E2M1)).all(1)
+                scale = as_stored(((lower + upper) / 2).float(), self._precision)
+                values = (codes * scale + exact.low.float()).to(x.dtype)
+                fits = (values == x).all(1) & (_room(_reach(codes), self._grid) > 0)
+                if self._precision.is_float:
+                    steps = float_steps(codes.float(), self._precision)
+                    fits &= (codes % steps == 0).all(1)
                 done = part[fits]
                 self.codes[done], self.scale[done] = codes[fits], scale[fits, 0]
                 self.fits[done] = True
             numbers[left] -= 1
             left = left[~self.fits[left] & (numbers[left] > 0)]
 
-    def scales(self, grid: FoundGrid, rows: int) -> Scales:
+    def scales(self, rows: int) -> Scales:
         """Scales and zero points as `quantizer.quantize` gives them, for a weight of so many rows."""
-        least, most = self.codes.int().aminmax(dim=1)
+        above, below = _reach(self.codes)
         shape = rows, len(self.codes) // rows
-        if not grid.symmetric:
-            return Scales(self.scale.view(shape), -least.clamp(max=0).view(shape))
-        is_turned = (most >= -least) & (most > 0) & grid.full
+        if not self._grid.symmetric:
+            return Scales(self.scale.view(shape), below.view(shape))
         # The largest weight has the code on the longer side.
+        is_turned = (above >= below) & (above > 0) & self._grid.full
         return Scales(torch.where(is_turned, -self.scale, self.scale).view(shape))
 
 
-def _room(codes: Tensor, grid: FoundGrid) -> Tensor:
+def _reach(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """How far the codes of each group are above and below zero, int32 `[groups]`."""
+    low, high = codes.int().aminmax(dim=1)
+    return high.clamp(min=0), -low.clamp(max=0)
+
+
+def _room(reach: tuple[Tensor, Tensor], grid: FoundGrid) -> Tensor:
     """The number by which the codes of each group can be multiplied and still be codes, int32 `[groups]`."""
-    high = codes.amax(1).clamp(min=0).int()
-    low = -codes.amin(1).clamp(max=0).int()
-    larger, smaller = torch.maximum(high, low), torch.minimum(high, low)
-    if grid.format != "int":
-        return _times(larger, _E2M1[-1])
+    above, below = reach
+    own = grid.grid.at(grid.bits)
     if not grid.symmetric:
-        return _times(high + low, 2**grid.bits - 1)
-    top = 2 ** (grid.bits - 1)
-    room = _times(larger, top - (not grid.full))
-    return torch.minimum(room, _times(smaller, top - 1))
+        return _times(above + below, own.high)
+    room = _times(torch.maximum(above, below), -own.low)
+    return torch.minimum(room, _times(torch.minimum(above, below), own.high))
 
 
 def _times(codes: Tensor, most: int) -> Tensor:

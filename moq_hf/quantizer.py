@@ -568,9 +568,9 @@ def _codes(
 
 
 def float_steps(codes: Tensor, precision: Precision) -> Tensor:
-    """The distance between codes that are floats, about each of these: 1 at first, then a part of the power below.
+    """The distance between neighboring float codes at each number: 1 near zero, then a part of the power of two below.
 
-    Beyond the last code it is large enough to stay there.
+    Numbers beyond the last code have a step that keeps them there, to be clipped.
 
     Args:
         codes: float32, not rounded.

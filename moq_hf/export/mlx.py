@@ -11,8 +11,8 @@ grid of moq_hf, (code - zero) * scale, becomes that with
 | s | scale, repeated if more weights share it |
 | b | -(zero + 2^(w-1)) * scale |
 
-In float32 the sum is exact if scales have the values of a half dtype. Other scales leave
-the last bit of many weights off.
+In float32 the sum is exact if scales have the values of a half dtype. With other scales
+many weights differ in the last bit.
 """
 
 import math
@@ -151,7 +151,8 @@ class Affine(NamedTuple):
         shape = (rows, groups * self.group_size)
         scales = per_weight(self.scales.float(), shape)
         biases = per_weight(self.biases.float(), shape)
-        return _unpack(self.weight, self.bits) * scales + biases
+        codes = _regrouped(self.weight.view(torch.uint8), 8, self.bits)
+        return codes * scales + biases
 
 
 def affine_of(
@@ -181,31 +182,20 @@ def affine_of(
     if zero is not None:
         lowest += per_weight(zero, shape)
     biases = (-lowest * scales.float()).to(dtype)
-    return Affine(_pack(codes + half, width), scales, biases, width, size)
+    packed = _regrouped((codes + half).to(torch.uint8), width, 8)
+    return Affine(packed.view(torch.uint32), scales, biases, width, size)
 
 
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes `[rows, columns]` into words, each code's lowest bit first."""
-    packed = []
-    for part in torch.split(codes.to(torch.uint8), _ROWS):
+def _regrouped(numbers: Tensor, bits: int, into: int) -> Tensor:
+    """Write uint8 numbers `[rows, count]` of some bits as numbers of others, each number's lowest bit first."""
+    parts = []
+    for part in torch.split(numbers, _ROWS):
         each = np.unpackbits(
             part.numpy()[..., None], axis=-1, count=bits, bitorder="little"
         )
-        row = np.packbits(each.reshape(len(part), -1), axis=-1, bitorder="little")
-        packed.append(torch.from_numpy(row.view(np.uint32)))
-    return torch.cat(packed)
-
-
-def _unpack(words: Tensor, bits: int) -> Tensor:
-    """The codes in words."""
-    codes = []
-    for part in torch.split(words, _ROWS):
-        row = np.unpackbits(part.numpy().view(np.uint8), axis=-1, bitorder="little")
-        each = row.reshape(len(part), -1, bits)
-        codes.append(
-            torch.from_numpy(np.packbits(each, axis=-1, bitorder="little")[..., 0])
-        )
-    return torch.cat(codes)
+        row = np.packbits(each.reshape(len(part), -1, into), axis=-1, bitorder="little")
+        parts.append(torch.from_numpy(row[..., 0]))
+    return torch.cat(parts)
 
 
 def export_mlx(
@@ -401,11 +391,12 @@ def _prove(folder: Path, expected: Mapping[str, Tensor]) -> None:
     Raises:
         MoQError: It does not; names them.
     """
-    places = tensors_in(folder)
-    wrong = {*places} ^ {*expected}
-    for name in places.keys() & expected.keys():
-        if digest_of(read_tensor(places[name], name)) != digest_of(expected[name]):
-            wrong.add(name)
+    found = {
+        (name, digest_of(read_tensor(path, name)))
+        for name, path in tensors_in(folder).items()
+    }
+    written = {(name, digest_of(tensor)) for name, tensor in expected.items()}
+    wrong = {name for name, _ in found ^ written}
     if wrong:
         raise MoQError(
             f"{folder}: {listed(sorted(wrong))} was not read back as it was written"

@@ -1,4 +1,4 @@
-"""`take_found`: the layers of a model on the grids that their weights lie on already, for `"grid": "found"`."""
+"""`take_found`: puts layers on the grids that their weights already lie on, for `"grid": "found"`."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from ..weight_matrix import to_rows
 from .inventory import Inventory
 from .selection import take_inventory
 
-# Keys that the weights decide, with what they are while nothing is known.
+# Keys that follow from the weights.
 _DECIDED = ("bits", "group_size", "q_type", "range", "scale_dtype", "format")
 
 
@@ -55,12 +55,12 @@ def _grids_of(inventory: Inventory) -> dict[str, FoundGrid]:
     found = {}
     for name, module, attribute, kind in progress([*inventory.weights()], "grids"):
         states = quantized_in(name, module)
-        known = [
-            layer.moq.found for layer in states.values() if layer.attribute == attribute
-        ]
         weight = module._parameters[attribute]
         assert weight is not None
-        own = known[0] if known else None
+        own = next(
+            (each.moq.found for each in states.values() if each.attribute == attribute),
+            None,
+        )
         if own is None:
             own = find_grid(to_rows(whole(weight).detach(), kind).cpu())
         found[name] = own.on(weight.device)
@@ -68,10 +68,10 @@ def _grids_of(inventory: Inventory) -> dict[str, FoundGrid]:
 
 
 def _check_whole(found: Mapping[str, FoundGrid]) -> None:
-    """Refuse weights that no grid of moq_hf gives.
+    """Refuse weights that are not wholly on a grid that a folder can hold.
 
     Raises:
-        MoQError: There are some; names them.
+        MoQError: Some are not; names their layers.
     """
     off = {name: grid for name, grid in found.items() if grid.scales is None}
     if not off:
@@ -98,7 +98,7 @@ def _named(config: MoQConfig, found: Mapping[str, FoundGrid]) -> MoQConfig:
     """The config with the grids of the layers.
 
     Raises:
-        MoQError: They cannot be in one config, or the config has others.
+        MoQError: One config cannot name them all, or this one names others.
     """
     grids = list(found.values())
     kinds = {
@@ -155,7 +155,7 @@ def _named(config: MoQConfig, found: Mapping[str, FoundGrid]) -> MoQConfig:
 
 
 def _check_said(config: MoQConfig, named: MoQConfig) -> None:
-    """Refuse keys that say another grid than the weights.
+    """Refuse keys that contradict the grids of the weights.
 
     Raises:
         MoQError: There are some.

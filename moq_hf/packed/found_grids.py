@@ -1,4 +1,4 @@
-"""`inspect_floats`: the grids on which the weights of an ordinary folder, or of a GGUF file, lie already."""
+"""`found_grids`: the grids that the weights of an ordinary folder or a GGUF file already lie on."""
 
 import math
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def has_floats(path: Path) -> bool:
 
 
 def found_grids(path: Path) -> list[FoundMatrix]:
-    """The grid of each weight matrix, of which one at a time is in memory.
+    """Find the grid of each weight matrix, with one at a time in memory.
 
     Args:
         path: A folder with weights in safetensors, a GGUF file, or a folder with one.
@@ -110,7 +110,7 @@ def found_table(found: list[FoundMatrix]) -> str:
 
 
 def _percent(share: float) -> str:
-    """A share in per cent, which says 100 only of a whole.
+    """A share in percent, rounded down so that only a whole is 100 %.
 
     >>> _percent(1.0), _percent(0.99999), _percent(0.5)
     ('100 %', '99.99 %', '50.00 %')
