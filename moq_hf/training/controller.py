@@ -5,7 +5,7 @@ import json
 import logging
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
@@ -372,7 +372,8 @@ class MoQController:
                 layer = self.layers[name]
                 shape = layer.moq.grid.shape(*layer.matrix_shape)
                 scales = scales_of_text(name, texts, shape)
-                layer.moq.found = FoundGrid(layer.moq.bits, scales=scales)
+                known = layer.moq.found or FoundGrid(layer.moq.bits)
+                layer.moq.found = replace(known, scales=scales)
                 layer.after_change()
             self._write_bits(self.blocks, state["ratios"])
             load_ranges(inputs_of(self.layers), state["input_ranges"])
