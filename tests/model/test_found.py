@@ -107,4 +107,4 @@ def test_a_run_trains_on_the_grid_and_resumes(tmp_path: Path) -> None:
         assert own is not None and torch.equal(own.scale, scales[name].scale)  # type: ignore[union-attr]
         assert torch.equal(layer.quantized_copy(torch.float32), other.quantized_copy(torch.float32))
         # What is found stays known, for a later run on the same model.
-        assert other.moq.found is not None and other.moq.found.row_size == 32
+        assert other.moq.found is not None and other.moq.found.scale_dtype == "float16"
