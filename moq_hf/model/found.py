@@ -2,7 +2,7 @@
 
 import glob
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -111,16 +111,22 @@ def _named(config: MoQConfig, found: Mapping[str, FoundGrid]) -> MoQConfig:
         MoQError: They cannot be in one config, or the config has others.
     """
     grids = list(found.values())
-    kinds = {
-        "symmetric and asymmetric": len({grid.symmetric for grid in grids}),
-        "of several formats": len({grid.format for grid in grids}),
+    kinds: dict[str, Callable[[FoundGrid], str]] = {
+        "symmetric and asymmetric": lambda grid: str(grid.symmetric),
+        "of several formats": lambda grid: grid.format,
     }
-    for key, count in kinds.items():
-        if count > 1:
-            told = Counter(grid.in_words for grid in grids)
+    for key, kind_of in kinds.items():
+        kinds_found: dict[str, list[str]] = {}
+        for name, grid in found.items():
+            kinds_found.setdefault(kind_of(grid), []).append(name)
+        if len(kinds_found) > 1:
+            told = "; ".join(
+                f"{shortened(names, MOST_FAULTS)} ({found[names[0]].in_words})"
+                for names in kinds_found.values()
+            )
             raise MoQError(
-                f'grid: "found": the layers lie on grids that are {key} ({", ".join(told)}), and one config has one '
-                "kind: name those of one kind in modules_to_not_convert"
+                f'grid: "found": the layers lie on grids that are {key}, and one config has one kind: name those of '
+                f"one kind in modules_to_not_convert: {told}"
             )
     narrow = min(grid.row_size or 0 for grid in grids)
     bits, _ = Counter(grid.bits for grid in grids).most_common(1)[0]
