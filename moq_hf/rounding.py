@@ -227,7 +227,8 @@ def _learn_from(
             if unseen:
                 raise MoQError(
                     f"inputs: {shortened(unseen)} got no number other than 0, NaN and Inf from them, so their ranges "
-                    "are not known: give other examples"
+                    "are not known: give other examples, or if the model uses their weights without calling these "
+                    "layers, add them to modules_to_not_convert"
                 )
 
 

@@ -1,12 +1,13 @@
 """`take_found`: puts layers on the grids that their weights already lie on, for `"grid": "found"`."""
 
+import glob
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..config import MoQConfig
-from ..config_fields import OverrideConfig
+from ..config_fields import OverrideConfig, matches
 from ..errors import MOST_FAULTS, MoQError, shortened
 from ..grid import MOST_FULL_BITS
 from ..lattice import FoundGrid, find_grid
@@ -52,7 +53,8 @@ def take_found(model: Any, config: MoQConfig) -> tuple[Inventory, MoQConfig]:
 
 def _grids_of(inventory: Inventory) -> dict[str, FoundGrid]:
     """The grid of each layer, on the device of its weight."""
-    found = {}
+    found: dict[str, FoundGrid] = {}
+    columns: dict[str, int] = {}
     for name, module, attribute, kind in progress([*inventory.weights()], "grids"):
         states = quantized_in(name, module)
         weight = module._parameters[attribute]
@@ -62,8 +64,16 @@ def _grids_of(inventory: Inventory) -> dict[str, FoundGrid]:
             None,
         )
         if own is None:
-            own = find_grid(to_rows(whole(weight).detach(), kind).cpu())
+            rows = to_rows(whole(weight).detach(), kind).cpu()
+            own = find_grid(rows)
+            if kind != "conv":
+                columns[name] = rows.shape[1]
         found[name] = own.on(weight.device)
+    sizes = {grid.row_size for grid in found.values()}
+    for name, size in columns.items():
+        # A row as long as the groups of other layers is such a group.
+        if found[name].row_size is None and size in sizes:
+            found[name] = replace(found[name], row_size=size)
     return found
 
 
@@ -101,16 +111,22 @@ def _named(config: MoQConfig, found: Mapping[str, FoundGrid]) -> MoQConfig:
         MoQError: One config cannot name them all, or this one names others.
     """
     grids = list(found.values())
-    kinds = {
-        "symmetric and asymmetric": len({grid.symmetric for grid in grids}),
-        "of several formats": len({grid.format for grid in grids}),
+    kinds: dict[str, Callable[[FoundGrid], str]] = {
+        "symmetric and asymmetric": lambda grid: str(grid.symmetric),
+        "of several formats": lambda grid: grid.format,
     }
-    for key, count in kinds.items():
-        if count > 1:
-            told = Counter(grid.in_words for grid in grids)
+    for key, kind_of in kinds.items():
+        kinds_found: dict[str, list[str]] = {}
+        for name, grid in found.items():
+            kinds_found.setdefault(kind_of(grid), []).append(name)
+        if len(kinds_found) > 1:
+            told = "; ".join(
+                f"{shortened(names, MOST_FAULTS)} ({found[names[0]].in_words})"
+                for names in kinds_found.values()
+            )
             raise MoQError(
-                f'grid: "found": the layers lie on grids that are {key} ({", ".join(told)}), and one config has one '
-                "kind: name those of one kind in modules_to_not_convert"
+                f'grid: "found": the layers lie on grids that are {key}, and one config has one kind: name those of '
+                f"one kind in modules_to_not_convert: {told}"
             )
     narrow = min(grid.row_size or 0 for grid in grids)
     bits, _ = Counter(grid.bits for grid in grids).most_common(1)[0]
@@ -130,14 +146,15 @@ def _named(config: MoQConfig, found: Mapping[str, FoundGrid]) -> MoQConfig:
         "format": grids[0].format,
     }
     overrides = {
-        glob: replace(own, bits=None, start_bits=None, group_size=None)
-        for glob, own in config.overrides.items()
+        pattern: replace(own, bits=None, start_bits=None, group_size=None)
+        for pattern, own in config.overrides.items()
         if own.activations is not None
     }
     for name, grid in found.items():
         if (grid.bits, grid.row_size) != (bits, size):
-            overrides[name] = replace(
-                overrides.pop(name, OverrideConfig()),
+            pattern = _pattern_of(name, found)
+            overrides[pattern] = replace(
+                overrides.pop(pattern, OverrideConfig()),
                 bits=grid.bits,
                 start_bits=grid.bits,
                 group_size=grid.row_size if grid.row_size != size else None,
@@ -154,6 +171,17 @@ def _named(config: MoQConfig, found: Mapping[str, FoundGrid]) -> MoQConfig:
     return named
 
 
+def _pattern_of(name: str, names: Collection[str]) -> str:
+    """The name of a layer, or a glob that means no other layer if the name is part of another's.
+
+    >>> _pattern_of("0", ["0", "1"]), _pattern_of("0", ["0", "1.0"])
+    ('0', '[0]')
+    """
+    if sum(matches(other, name) for other in names) == 1:
+        return name
+    return f"[{name[0]}]{glob.escape(name[1:])}"
+
+
 def _check_said(config: MoQConfig, named: MoQConfig) -> None:
     """Refuse keys that contradict the grids of the weights.
 
@@ -166,11 +194,11 @@ def _check_said(config: MoQConfig, named: MoQConfig) -> None:
         said, is_so = getattr(config, key), getattr(named, key)
         if said not in (getattr(default, key), is_so):
             faults.append(f"{config.spell(key)}: {said} (the weights have {is_so})")
-    for glob, own in config.overrides.items():
+    for pattern, own in config.overrides.items():
         said = own.bits, own.group_size
-        there = named.overrides.get(glob, OverrideConfig())
+        there = named.overrides.get(pattern, OverrideConfig())
         if said not in ((None, None), (there.bits, there.group_size)):
-            faults.append(f"overrides.{glob}")
+            faults.append(f"overrides.{pattern}")
     if faults:
         raise MoQError(
             f'grid: "found" takes the grids of the weights, and the config says others: {"; ".join(faults)}; leave '

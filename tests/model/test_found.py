@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
 from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, dequantize_model, quantize_model, save_quantized
 from moq_hf.model.convert import quant_layers
@@ -56,6 +56,53 @@ def test_each_layer_has_the_bits_of_its_weight() -> None:
     assert bits["down_proj"] == 8 and bits["q_proj"] == bits["up_proj"] == 4
 
 
+class PartsOfNames(nn.Module):
+    """Layers of which one has a name that is part of another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.ModuleDict({"b": nn.Linear(64, 64)})
+        self.b = nn.Linear(64, 64)
+        self.c = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 2)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"a.b": {"bits": 8}, "[b]": {"bits": 3}}, {"[b]": {"bits": 6}}, {"[b]": {"group_size": 16}}],
+    ids=["both", "bits", "groups beside rows"],
+)
+def test_a_name_that_is_part_of_another_means_its_own_layer(overrides: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = quantize_model(PartsOfNames(), bits=4, overrides=overrides)
+    bits = {name: layer.moq.bits for name, layer in quant_layers(model).items()}
+    dequantize_model(model)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    quantize_model(model, grid="found")
+    assert {name: layer.moq.bits for name, layer in quant_layers(model).items()} == bits
+    for name, weight in dequantize_model(model).state_dict().items():
+        assert torch.equal(weight, before[name]), name
+
+
+def test_rows_as_long_as_the_groups_of_other_layers_are_groups() -> None:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+    )
+    model = dequantize_model(quantize_model(MixtralForCausalLM(config), bits=4, group_size=32))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    # The rows of gate_up_proj are one group, those of down_proj two; experts must have the same groups.
+    quantize_model(model, grid="found")
+    for name, weight in dequantize_model(model).state_dict().items():
+        assert torch.equal(weight, before[name]), name
+
+
 def test_weights_on_no_grid_are_named() -> None:
     model = tiny(**Q4_0)
     with torch.no_grad():
@@ -79,7 +126,7 @@ def test_symmetric_and_asymmetric_layers_are_an_error() -> None:
         layer.weight.data += 0.1
         alone = nn.Sequential(layer, nn.Linear(32, 2))
         dequantize_model(quantize_model(alone, bits=4, q_type=kind))
-    with pytest.raises(MoQError, match="symmetric and asymmetric"):
+    with pytest.raises(MoQError, match=r"modules_to_not_convert: 0 \(4 bits per channel.*\); 1 \(4 bits asymmetric"):
         quantize_model(model, grid="found")
 
 
