@@ -24,7 +24,7 @@ FOLDER = ROOT / "examples" / "notebooks"
 # How the lines begin that moq_hf prints.
 OURS = ("moq_hf", "block ", "every block", "Load it", "Deploy", "Report", "Verified")
 # What is cut short here, and to what: rows.
-SHORTER = {"range(1500)": "range(64)", "range(3000)": "range(64)"}
+SHORTER = {"range(1500)": "range(64)"}
 
 
 def told(notebook: Any) -> list[str]:
