@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from environment import environment, write
+
 from moq_hf.packed.found_grids import found_grids
 
 OUT = Path(__file__).with_name("results") / "found_grids.json"
@@ -38,12 +40,14 @@ def summary(path: Path) -> dict[str, object]:
 
 def main() -> None:
     """Add the models that are named to the results."""
-    results = json.loads(OUT.read_text()) if OUT.exists() else {}
-    for argument in sys.argv[1:]:
+    models = json.loads(OUT.read_text())["models"] if OUT.exists() else {}
+    for argument in list(sys.argv[1:]):
         name, _, path = argument.partition("=")
-        results[name] = summary(Path(path))
-        print(name, json.dumps(results[name], indent=1))
-        OUT.write_text(json.dumps(results, indent=1) + "\n")
+        models[name] = summary(Path(path))
+        print(name, json.dumps(models[name], indent=1))
+        # The places of files say nothing to others.
+        sys.argv = [sys.argv[0], *(word.partition("=")[0] for word in sys.argv[1:])]
+        write({"models": models, **environment()}, OUT)
 
 
 if __name__ == "__main__":
