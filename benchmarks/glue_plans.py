@@ -541,6 +541,18 @@ PLANS = {
         (1, 2, 3),
         bf16=True,
     ),
+    # Another seed, on a processor that computes bfloat16 slower than float32.
+    "base in float32": Plan(
+        (
+            replace(BASE_FLOAT, after=(*BASE_ROUNDED, (8, "per token"), (4, "w4a4, both products at 8"))),
+            base(8, "static symmetric"),
+            base(2, "groups of 32, full", 1e-4),
+            base(4, "w4a4", 1e-4),
+            base(8, "static asymmetric"),
+        ),
+        ("stsb",),
+        (2, 3),
+    ),
     # What else was tried.
     "base, more": Plan(
         (
