@@ -35,6 +35,7 @@ import transformers as hf
 import yaml
 from accelerate.commands.launch import launch_command_parser as accelerate_parser
 from datasets import Dataset, load_dataset
+from hub_folders import make_hub
 from made_run import make_run
 from repo import ROOT
 from tiny_glue import quiet_logging
@@ -424,20 +425,25 @@ def tiny_files(task: str, folder: Path) -> dict[str, str]:
     return {f"{name}_file": tiny_glue.write_rows(folder / f"{name}.jsonl", rows) for name in names}
 
 
+def a_language_model(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A tiny one, its tokenizer, and dialogues."""
+    pytest.importorskip("trl")
+    # It comes with warnings of its own.
+    warnings.simplefilter("ignore")
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "sft"))
+    from dialogues import dialogues
+    from train import new_model, new_tokenizer
+
+    rows, _ = dialogues()
+    tokenizer = new_tokenizer([message["content"] for row in rows for message in row["messages"]])
+    return {"language_model": new_model(tokenizer), "tokenizer": tokenizer, "dialogues": Dataset.from_list(rows)}
+
+
 def prepared(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """What a page's Python takes for granted: its reader's model, tokenizer, arguments and data."""
     if page.name == "language-models.md":
-        pytest.importorskip("trl")
-        # It comes with warnings of its own.
-        warnings.simplefilter("ignore")
-        monkeypatch.syspath_prepend(str(ROOT / "examples" / "sft"))
-        from dialogues import dialogues
-        from train import new_model, new_tokenizer
-
-        rows, _ = dialogues()
-        tokenizer = new_tokenizer([message["content"] for row in rows for message in row["messages"]])
-        made = {name: new_model(tokenizer) for name in ("model", "float_model")}
-        return {**made, "tokenizer": tokenizer, "dialogues": Dataset.from_list(rows)}
+        made = a_language_model(monkeypatch)
+        return {**made, "model": made["language_model"], "float_model": copy.deepcopy(made["language_model"])}
     if page.name == "embeddings.md":
         pytest.importorskip("sentence_transformers")
         warnings.simplefilter("ignore")
@@ -458,13 +464,24 @@ def prepared(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         "args": hf.TrainingArguments("runs", use_cpu=True, max_steps=20, disable_tqdm=True),
         "data": rows.map(lambda row: tokenizer(row["sentence"], truncation=True)),
     }
+    if page == FIRST[0]:
+        make_hub(Path(), ("sst2",))
+        batch = tokenizer(rows["sentence"][:8], padding=True, return_tensors="pt")
+        made = a_language_model(monkeypatch)
+        for part in ("language_model", "tokenizer"):
+            made[part].save_pretrained("Qwen/Qwen3-0.6B")
+        from trl import SFTConfig
+
+        sft_args = SFTConfig("runs/chat", max_steps=20, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True)
+        found |= {"classifier": copy.deepcopy(model), "batch": batch, "sft_args": sft_args}
+        found["dialogues"] = made["dialogues"]
     if page.name == "resume.md":
         found["trainer"] = tiny_runs.moq(Path("runs/mrpc"), save_strategy="steps", save_steps=6, max_steps=12)
         found["trainer"].train()
     return found
 
 
-# The runs that a new user sees first, which learn their task.
+# What a new user sees first; the second learns its task.
 FIRST = (ROOT / "README.md", ROOT / "docs" / "start" / "quick-start.md")
 
 
@@ -490,14 +507,18 @@ def test_python_blocks(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPat
                 exec(code, namespace)
             if block.output is not None:
                 lines = [line for line in printed.getvalue().splitlines() if not line.startswith(("{", "\r"))]
-                assert lines == block.output.splitlines(), str(block)
+                told, shown = ("\n".join(lines), block.output.removesuffix("\n"))
+                if page == FIRST[0]:
+                    # A tiny model stands in the place of the pretrained one.
+                    told, shown = (re.sub(r"[\d,.]*\d", "#", re.sub(" +", " ", text)) for text in (told, shown))
+                assert told == shown, str(block)
         if page.name == "deploy.md":
             assert [cli.main(shlex.split(command)[1:]) for command in (VERIFY, INSPECT)] == [0, 0]
-        if page in FIRST:
-            check_scores(namespace["trainer"], page == FIRST[0])
+        if page == FIRST[1]:
+            check_score(namespace["trainer"])
 
 
-def check_scores(trainer: Any, is_float_first: bool) -> None:
+def check_score(trainer: Any) -> None:
     """Whether the run has learned what its delivered model was proven to compute; chance is 0.5."""
     (callback,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, MoQCallback))
     assert callback.delivered.proof.agrees
@@ -509,10 +530,7 @@ def check_scores(trainer: Any, is_float_first: bool) -> None:
         processing_class=trainer.processing_class,
         compute_metrics=trainer.compute_metrics,
     )
-    scores = [plain.evaluate()["eval_accuracy"]]
-    if is_float_first:
-        scores.append(trainer.float_metrics["eval_accuracy"])
-    assert min(scores) > 0.9
+    assert plain.evaluate()["eval_accuracy"] > 0.9
 
 
 def test_the_api_page_has_every_public_name() -> None:

@@ -89,7 +89,7 @@ def test_what_was_measured_to_be_exact_is_exact() -> None:
 
 @pytest.mark.parametrize(("preset", "bits"), [("w4", 4), ("w3", 3), ("w2", 2)])
 def test_the_presets_for_low_bits_are_what_was_measured(preset: str, bits: int) -> None:
-    """But for the embedding tables, which were float: the README says so."""
+    """But for the embedding tables, which were float: the page says so."""
     (arm,) = (
         arm
         for arm in glue_plans.PLANS["recipes"].arms
@@ -100,11 +100,11 @@ def test_the_presets_for_low_bits_are_what_was_measured(preset: str, bits: int) 
     # Full is what "auto" is at these bits, no period counts where bits do not fall, and tables were in float.
     assert wanted.range == "full" and bits <= MOST_FULL_BITS
     assert MoQConfig.load(preset) == replace(wanted, range="auto", period="auto", embeddings="auto")
-    assert "scores are with float tables" in readme()
+    assert "embedding tables are in float" in recipes()
 
 
-def readme() -> str:
-    return " ".join(page("README.md").split())
+def recipes() -> str:
+    return " ".join(page("docs/results/recipes.md").split())
 
 
 def is_noise(difference: str) -> bool:
@@ -116,7 +116,7 @@ def is_win(difference: str) -> bool:
     return float(difference.split(" ± ")[0]) > 0 and not is_noise(difference)
 
 
-def test_page_one_says_what_was_measured() -> None:
+def test_the_recipes_page_says_what_was_measured() -> None:
     """Its differences, in words, and which of them are more than noise."""
     columns = tuple(name for name in results_page.RECIPES if name != "moq_hf")
 
@@ -131,8 +131,24 @@ def test_page_one_says_what_was_measured() -> None:
     ways = (("rounding", 4), ("rounding", 3), ("rounding, groups of 32", 3), ("moq_hf", 2))
     against_float = [report_study.interval(results_page.points(*way)) for way in ways]
     assert is_noise(against_float[0])
-    missing = [told for told in (*at_2.values(), *against_float) if told.lstrip("+-") not in readme()]
+    missing = [told for told in (*at_2.values(), *against_float) if told.lstrip("+-") not in recipes()]
     assert missing == []
+
+
+def test_page_one_shows_what_its_example_printed_in_a_minute() -> None:
+    shown = re.search(r"start:example\] -->.*?```text\n(.*?)\n```", page("README.md"), re.DOTALL)
+    found = result("first_example")
+    assert shown is not None and shown[1].splitlines() == found["printed"]
+    assert found["seconds"] <= 60
+
+
+def test_page_one_compares_the_same_seeds() -> None:
+    floats = results_page.base_floats().keys()
+    for form, _ in results_page.FIRST_PAGE.values():
+        bits, groups = results_page.BASE_FORMS[form]
+        trained = results_page.base_trained(groups, bits)
+        assert results_page.base_rounded(groups, bits).keys() == floats
+        assert not trained or trained.keys() == floats
 
 
 def test_every_arm_says_its_range() -> None:

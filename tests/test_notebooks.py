@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_glue
-from datasets import Dataset
+from hub_folders import make_hub
 from repo import ROOT
-from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 pytest.importorskip("nbclient", reason="the extra dev has it")
 pytest.importorskip("ipykernel", reason="the extra dev has it")
@@ -39,36 +37,11 @@ def told(notebook: Any) -> list[str]:
     return [re.sub(" +", " ", re.sub(r"[\d,.]*\d", "#", line.rstrip())) for line in own]
 
 
-def tiny_bert(folder: Path) -> None:
-    """A BERT in the place of MiniLM, with dropout as that has it."""
-    demo = ROOT / "examples" / "demo" / "model"
-    config = AutoConfig.from_pretrained(demo, hidden_dropout_prob=0.1)
-    AutoModel.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(demo).save_pretrained(folder)
-
-
-def write_config(folder: Path, name: str, rows: dict[str, Dataset]) -> None:
-    """A configuration of a data set, as the Hub has it."""
-    for split, data in rows.items():
-        data.to_parquet(folder / name / f"{split}.parquet")
-    page = folder / "README.md"
-    lines = page.read_text().removesuffix("---\n").splitlines() if page.exists() else ["---", "configs:"]
-    lines += [f"- config_name: {name}", "  data_files:"]
-    lines += [f"  - split: {split}\n    path: {name}/{split}.parquet" for split in rows]
-    page.write_text("\n".join([*lines, "---", ""]))
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a notebook runs, beside what stands in the place of the Hub."""
     folder = tmp_path / "examples" / "notebooks"
-    tiny_bert(folder / "sentence-transformers" / "all-MiniLM-L6-v2")
-    for task in ("sst2", "stsb"):
-        rows = {
-            split: Dataset.from_list(tiny_glue.make_rows(task, count))
-            for split, count in (("train", 80), ("validation", 32))
-        }
-        write_config(folder / "nyu-mll" / "glue", task, rows)
+    make_hub(folder, ("sst2", "stsb"))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for variable, value in {
         "HF_HUB_OFFLINE": "1",
