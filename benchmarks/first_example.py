@@ -2,8 +2,8 @@
 
     python benchmarks/first_example.py FOLDER
 
-The folder has what the example names on the Hub, as folders: `sentence-transformers/all-MiniLM-L6-v2` and `nyu-mll/glue`.
-Without it the Hub is asked.
+The folder has what the example names on the Hub, `sentence-transformers/all-MiniLM-L6-v2` and `nyu-mll/glue`. Without
+it the Hub is asked.
 """
 
 import argparse
