@@ -209,13 +209,13 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(directory: str) -> None:
     from .packed.found_grids import found_grids, found_table, has_floats
-    from .packed.state import STATE_NAME, served_by
+    from .packed.state import served_by
     from .packed.verify import verify_quantized
     from .serving import served_table
     from .text import table
 
     folder = Path(directory)
-    if has_floats(folder) and not (folder / STATE_NAME).exists():
+    if has_floats(folder):
         print(found_table(found_grids(folder)))
         return
     found = verify_quantized(directory)

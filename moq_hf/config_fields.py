@@ -999,12 +999,15 @@ class ConfigFields:
             return
         if self.scale == "mse":
             yield f"{spell('scale')}: mse would clip, which gains nothing with the steps of fp8; leave it out"
+        has_ratios = isinstance(self.embeddings, int) and self.embeddings < 8
+        if self.scale_refresh != ConfigFields.scale_refresh and not has_ratios:
+            yield f"{spell('scale_refresh')}: no ratio is searched with the steps of fp8; leave it out"
         if self.train == "scales":
             yield f'{spell("train")}: "scales" is for integers and floats of 4 bits; leave it out'
         for section in self.activation_sections:
-            widths = {section.bits, section.wide_bits or 8}
+            widths = section.bits, section.wide_bits
             is_known = section.scale in ("per_token", "static") and section.symmetric
-            if section.enabled and not (is_known and widths == {8}):
+            if section.enabled and not (is_known and widths == (8, None)):
                 yield (
                     f"{spell('activations')}: inputs beside fp8 weights are E4M3 too, 8 bits, symmetric, per_token or "
                     f"static, not {section.in_words}; leave out what differs"

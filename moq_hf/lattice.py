@@ -92,6 +92,16 @@ class FoundGrid:
         parts = (None if x is None else x.to(device) for x in self.scales)
         return replace(self, scales=Scales(*parts))  # type: ignore[arg-type]
 
+    def with_zero_points(self) -> Self:
+        """The grid, if of integers with zero points: those of a symmetric one are in the middle of its codes."""
+        if self.scales is None or not self.symmetric or self.format != "int":
+            return self
+        scale = self.scales.scale
+        # A negative scale turns the codes around.
+        zero = 2 ** (self.bits - 1) - (scale < 0).int()
+        scales = Scales(scale.abs(), zero)
+        return replace(self, symmetric=False, full=False, scales=scales)
+
     @property
     def share(self) -> float:
         """The share of the groups that lie on the grid."""

@@ -187,7 +187,18 @@ def _faults(
     has_codes = weight.bits != FLOAT_BITS if server.repacks else is_packed
     if not has_codes or _multiplies(server, weight):
         return
+    if weight.format not in server.formats:
+        # What it says of other numbers would be about codes that it does take.
+        yield f"it does not take {weight.format}", None, 'format "int" is served'
+        return
     yield from _kernel_faults(name, weight, server)
+    yield from _number_faults(weight, server)
+
+
+def _number_faults(
+    weight: WeightSpec, server: Server
+) -> Iterator[tuple[str, int | None, str]]:
+    """Yield which of a weight's numbers a server's kernels do not take, as `_faults` does."""
     legal = server.symmetric if weight.symmetric else server.asymmetric
     bits = weight.bits if server.repacks else weight.width
     if bits not in legal:
@@ -216,12 +227,9 @@ def _kernel_faults(
     name: str, weight: WeightSpec, server: Server
 ) -> Iterator[tuple[str, None, str]]:
     """Yield why the arithmetic of a server's kernels is not that of a weight, as `_faults` does."""
-    instead = 'format "int" is served'
-    if weight.format not in server.formats:
-        yield f"it does not take {weight.format}", None, instead
-    elif server.fuses and weight.format == "fp8" and ".experts." in name:
+    if server.fuses and weight.format == "fp8" and ".experts." in name:
         text = "it takes experts in fp8 only with rounded inputs, which experts do not have"
-        yield text, None, instead
+        yield text, None, 'format "int" is served'
     inputs = server.input_grid
     if inputs not in (None, weight.inputs):
         yield (

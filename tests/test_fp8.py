@@ -147,6 +147,8 @@ def test_tables_and_convolutions_stay_integers() -> None:
         ({"train": "scales"}, 'train: "scales" is for integers and floats of 4 bits'),
         ({"activations": 4}, "activations: inputs beside fp8 weights are E4M3 too, 8 bits"),
         ({"activations": {"wide_bits": 4}}, "E4M3 too"),
+        ({"activations": {"wide_bits": 8}}, "E4M3 too"),
+        ({"scale_refresh": 10}, "scale_refresh: no ratio is searched with the steps of fp8"),
         ({"activations": {"scale": "per_tensor"}}, "per_token or static, not 8 bits"),
         ({"activations": {"scale": "per_block"}}, "per_token or static"),
         ({"activations": {"symmetric": False}}, "symmetric, per_token or static, not 8 bits (static, asymmetric)"),

@@ -260,8 +260,16 @@ def test_naming_executorch_trains_what_it_takes() -> None:
 
 def test_inputs_that_no_folder_rounds_are_an_error_with_the_reason() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-    with pytest.raises(MoQError, match=r"ExecuTorch.*: the folder will have inputs in float, because "):
+    with pytest.raises(MoQError, match=r"ExecuTorch.*: the folder will have inputs in float, because ") as error:
         quantize_model(model, "executorch", heads=True)
+    # It has what this would ask for.
+    assert "activations" not in str(error.value)
+
+
+def test_a_format_that_a_server_does_not_take_is_its_only_reason() -> None:
+    weight = WeightSpec("linear", (40, 40), 8, Grid(PerChannel(), format="fp8"), stored="packed")
+    reasons = verdict(Description("LlamaForCausalLM", {"layer": weight}, scales="bfloat16"), EXECUTORCH).reasons
+    assert reasons == ['it does not take fp8 (layer); format "int" is served']
 
 
 def test_what_executorch_was_tried_with() -> None:

@@ -151,6 +151,8 @@ def export_gguf(
             another model's or quantized, a scale does not fit float16, `out` exists,
             the converter fails, or a library of the extra gguf is not installed.
     """
+    folder = Path(directory)
+    check_taken(folder, GGUF)
     require("gguf", "gguf")
     if (base is None) == (converter is None):
         raise MoQError(
@@ -158,8 +160,6 @@ def export_gguf(
             "llama.cpp/convert_hf_to_gguf.py) or base, the file that it made from the checkpoint as floats"
         )
     new_path(out)
-    folder = Path(directory)
-    check_taken(folder, GGUF)
     script = None if converter is None else _script_in(Path(converter))
     layers, weights = _codes_in(folder)
     with tempfile.TemporaryDirectory(prefix="moq-hf-") as place:

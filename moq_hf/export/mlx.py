@@ -31,6 +31,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ..config import MoQConfig
 from ..errors import MoQError, listed, write_json
 from ..packed.files import (
     CONFIG,
@@ -86,6 +87,7 @@ class MlxExport:
         different: The share of weights that differ from the checkpoint's.
         weight_error: The largest difference, in quantization steps.
         scale_dtype: Dtype of scales and biases.
+        can_be_exact: Whether `"serve": ["mlx"]` would change the scales of another run.
     """
 
     path: Path
@@ -95,6 +97,7 @@ class MlxExport:
     different: float
     weight_error: float
     scale_dtype: torch.dtype
+    can_be_exact: bool
 
     def table(self) -> str:
         """Size, layers and differences, for a terminal."""
@@ -112,7 +115,9 @@ class MlxExport:
         is_half = self.scale_dtype != torch.float32
         result = "every weight is that of the checkpoint, bit for bit"
         if self.different:
-            why = 'scales are float32; "serve": ["mlx"] trains scales that are exact'
+            why = "scales are float32"
+            if self.can_be_exact:
+                why += '; "serve": ["mlx"] trains scales that are exact'
             if is_half:
                 why = "--half rounds scales and biases"
             result = (
@@ -227,7 +232,9 @@ def export_mlx(
     folder = Path(directory)
     check_taken(folder, MLX)
     refuse_adapters(folder)
-    names = recorded(folder).state["names"] or {}
+    state = recorded(folder).state
+    names = state["names"] or {}
+    trained = MoQConfig.from_dict(state["config"])
     model = empty_model(read_config(folder), folder)
     config = _config(folder, model.config)
     own = model.state_dict(keep_vars=True)
@@ -294,6 +301,8 @@ def export_mlx(
         different=different / total,
         weight_error=error,
         scale_dtype=dtype,
+        # Found grids have theirs from the weights.
+        can_be_exact=trained.scale_dtype is None and MLX.key not in trained.serve,
     )
 
 

@@ -38,10 +38,15 @@ def check_served(inventory: Inventory, config: MoQConfig) -> None:
         model = describe(inventory, config, bits)
         for name in config.serve:
             server = NAMED[name]
-            reasons = verdict(model, server).reasons
             fault = _float_inputs(inventory, config, bits)
             if server.input_grid and fault:
-                reasons.append(f"the folder will have inputs in float, because {fault}")
+                lines.append(
+                    f"  - {server.name}: the folder will have inputs in float, because {fault}, and its kernels round "
+                    "them"
+                )
+                # The config asks for them already.
+                server = replace(server, input_grid=None)
+            reasons = verdict(model, server).reasons
             lines += [f"  - {server.name}: {reason}" for reason in reasons]
     if lines:
         raise MoQError(

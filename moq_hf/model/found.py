@@ -2,7 +2,7 @@
 
 import glob
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,9 @@ def take_found(model: Any, config: MoQConfig) -> tuple[Inventory, MoQConfig]:
     )
     found = _grids_of(take_inventory(model, bare))
     _check_whole(found)
+    if not all(grid.symmetric for grid in found.values()):
+        # One config has one kind, and a row may be symmetric by chance.
+        found = {name: grid.with_zero_points() for name, grid in found.items()}
     named = _named(config, found)
     return replace(take_inventory(model, named), found=found), named
 
@@ -111,23 +114,18 @@ def _named(config: MoQConfig, found: Mapping[str, FoundGrid]) -> MoQConfig:
         MoQError: One config cannot name them all, or this one names others.
     """
     grids = list(found.values())
-    kinds: dict[str, Callable[[FoundGrid], str]] = {
-        "symmetric and asymmetric": lambda grid: str(grid.symmetric),
-        "of several formats": lambda grid: grid.format,
-    }
-    for key, kind_of in kinds.items():
-        kinds_found: dict[str, list[str]] = {}
-        for name, grid in found.items():
-            kinds_found.setdefault(kind_of(grid), []).append(name)
-        if len(kinds_found) > 1:
-            told = "; ".join(
-                f"{shortened(names, MOST_FAULTS)} ({found[names[0]].in_words})"
-                for names in kinds_found.values()
-            )
-            raise MoQError(
-                f'grid: "found": the layers lie on grids that are {key}, and one config has one kind: name those of '
-                f"one kind in modules_to_not_convert: {told}"
-            )
+    formats: dict[str, list[str]] = {}
+    for name, grid in found.items():
+        formats.setdefault(grid.format, []).append(name)
+    if len(formats) > 1:
+        told = "; ".join(
+            f"{shortened(names, MOST_FAULTS)} ({found[names[0]].in_words})"
+            for names in formats.values()
+        )
+        raise MoQError(
+            'grid: "found": the layers lie on grids of several formats, and one config has one: name those of '
+            f"the others in modules_to_not_convert: {told}"
+        )
     narrow = min(grid.row_size or 0 for grid in grids)
     bits, _ = Counter(grid.bits for grid in grids).most_common(1)[0]
     sizes = Counter(grid.row_size for grid in grids if grid.bits == bits)

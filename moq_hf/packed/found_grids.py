@@ -12,7 +12,8 @@ from ..errors import MoQError, explained, read_json, require, shortened
 from ..lattice import FoundGrid, find_grid
 from ..text import progress, table
 from .checkpoint_weights import safetensors_weights
-from .files import INDEX, SINGLE
+from .files import CONFIG, INDEX, SINGLE
+from .state import STATE_NAME
 
 _GGUF = ".gguf"
 
@@ -42,14 +43,31 @@ class FoundMatrix:
 
 
 def has_floats(path: Path) -> bool:
-    """True for a GGUF file, a folder with one, and a folder with weights in safetensors that are not quantized."""
+    """True for a GGUF file, a folder with one, and a folder with weights in safetensors that are not quantized.
+
+    Raises:
+        MoQError: A folder has no weights, or those that another program quantized.
+    """
     if path.suffix == _GGUF:
         return path.is_file()
-    config = path / "config.json"
-    if config.is_file() and "quantization_config" in read_json(config):
+    states = (path / STATE_NAME, path / "quantized" / STATE_NAME)
+    if not path.is_dir() or any(state.is_file() for state in states):
         return False
-    names = (SINGLE, INDEX)
-    return any((path / name).is_file() for name in names) or _gguf_in(path) is not None
+    config = path / CONFIG
+    document = read_json(config) if config.is_file() else {}
+    fault = None
+    if "quantization" in document:
+        fault = "was written for MLX"
+    elif "quantization_config" in document:
+        fault = f"is quantized, and {STATE_NAME}, which moq_hf writes, is missing"
+    elif not (path / SINGLE).is_file() and not (path / INDEX).is_file():
+        fault = None if _gguf_in(path) else "holds no weights in safetensors"
+    if fault is not None:
+        raise MoQError(
+            f"{path} {fault}; moq-hf inspect reads packed checkpoints of moq_hf, folders of floats in safetensors, "
+            "and GGUF files"
+        )
+    return True
 
 
 def found_grids(path: Path) -> list[FoundMatrix]:

@@ -378,6 +378,13 @@ def test_gguf_is_not_installed(checkpoint: Path, base: Path, tmp_path: Path, mon
         export_gguf(checkpoint, tmp_path / "out.gguf", base)
 
 
+def test_a_format_is_refused_before_anything_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_quantized(quantize_model(llama().eval(), "fp8", prove=False), tmp_path / "fp8")
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(MoQError, match="it does not take fp8"):
+        export_gguf(folder, tmp_path / "out.gguf")
+
+
 def test_names_of_models_with_parts_and_without_heads(base: Path) -> None:
     found = gguf_module._Base(base)
     for name in (

@@ -147,6 +147,10 @@ def test_scales_in_float32_cost_a_rounding_of_many_weights(tmp_path: Path) -> No
     made = export_mlx(source, tmp_path / "out")
     assert 0.2 < made.different < 0.6 and 0 < made.weight_error < 1e-5
     assert '"serve": ["mlx"] trains scales that are exact' in made.table()
+    # Scales that were asked for, or found, would stay.
+    other = packed(tmp_path / "other", llama(num_hidden_layers=1), [4], group_size=32, scale_dtype="float32")
+    text = export_mlx(other, tmp_path / "others").table()
+    assert "steps: scales are float32\n" in text + "\n" and '"serve"' not in text
     found, expected = [], []
     for name, stored in stored_weights(source).items():
         found.append(computed(made.path, name).flatten())

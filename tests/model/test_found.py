@@ -1,14 +1,33 @@
 """`"grid": "found"`: layers on the grids that their weights lie on, with no weight changed."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
-from moq_hf import MoQCallback, MoQConfig, MoQConfigError, MoQError, dequantize_model, quantize_model, save_quantized
+from moq_hf import (
+    MoQCallback,
+    MoQConfig,
+    MoQConfigError,
+    MoQError,
+    dequantize_model,
+    quantize_model,
+    save_quantized,
+    verify_quantized,
+)
 from moq_hf.model.convert import quant_layers
 
 
@@ -120,13 +139,48 @@ def test_a_key_that_says_another_grid_is_an_error() -> None:
             MoQConfig(grid="found", **wrong)
 
 
-def test_symmetric_and_asymmetric_layers_are_an_error() -> None:
+@pytest.mark.parametrize("bits", [4, 8], ids=["full", "narrow"])
+def test_symmetric_layers_beside_asymmetric_ones_get_zero_points(bits: int) -> None:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 2))
     for layer, kind in zip(model, ("symmetric", "asymmetric"), strict=False):
         layer.weight.data += 0.1
         alone = nn.Sequential(layer, nn.Linear(32, 2))
-        dequantize_model(quantize_model(alone, bits=4, q_type=kind))
-    with pytest.raises(MoQError, match=r"modules_to_not_convert: 0 \(4 bits per channel.*\); 1 \(4 bits asymmetric"):
+        dequantize_model(quantize_model(alone, bits=bits, q_type=kind))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    alone = quantize_model(copy.deepcopy(model), grid="found", modules_to_not_convert=["1"])
+    assert quant_layers(alone)["0"].moq.grid.symmetric
+    quantize_model(model, grid="found")
+    for layer in quant_layers(model).values():
+        assert (layer.moq.bits, layer.moq.grid.symmetric) == (bits, False)
+    for name, weight in dequantize_model(model).state_dict().items():
+        assert torch.equal(weight, before[name]), name
+
+
+def test_a_folder_holds_layers_that_are_symmetric_by_chance(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, state_size=4, time_step_rank=1)
+    model = MambaForCausalLM(config).eval()
+    dequantize_model(quantize_model(model, bits=4, q_type="asymmetric"))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    ids = torch.arange(8)[None]
+    # A row of dt_proj is a single weight.
+    quantize_model(model, grid="found")
+    save_quantized(model, tmp_path / "out", inputs={"input_ids": ids})
+    stored = verify_quantized(tmp_path / "out").layers
+    assert {layer.stored for layer in stored.values()} == {"packed"}
+    assert len({layer.bits for layer in stored.values()}) == 2
+    loaded = dequantize_model(MambaForCausalLM.from_pretrained(tmp_path / "out"))
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+
+
+def test_layers_of_several_formats_are_an_error() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 2))
+    model[1].weight.data += 0.1
+    for layer, more in zip(model, ({"format": "mxfp4"}, {"bits": 4, "q_type": "asymmetric"}), strict=False):
+        dequantize_model(quantize_model(nn.Sequential(layer, nn.Linear(32, 2)), more))
+    with pytest.raises(MoQError, match=r"several formats.*: 0 \(mxfp4 in groups of 32\); 1 \(4 bits asymmetric"):
         quantize_model(model, grid="found")
 
 

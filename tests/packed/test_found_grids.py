@@ -1,6 +1,8 @@
 """`moq-hf inspect` of floats: the grid of each weight matrix in a folder or a GGUF file."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -48,6 +50,27 @@ def test_a_gguf_file(as_folder: bool, tmp_path: Path, capsys: pytest.CaptureFixt
     told = capsys.readouterr().out
     assert "(Q4_1)" in told and "(Q8_0)" in told
     assert 'grid: "found" does not take blk.0.ffn_up.weight' in told
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        (None, "holds no weights"),
+        ({}, "holds no weights"),
+        ({"quantization": {"bits": 4, "group_size": 32}}, "was written for MLX"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantized, and moq_state.json"),
+    ],
+)
+def test_other_folders_are_refused_with_what_is_read(
+    config: dict[str, Any] | None, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    if config:
+        save_file({"layer.scales": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert fault in told and "moq-hf inspect reads packed checkpoints of moq_hf" in told and told.count("\n") == 1
 
 
 def test_what_holds_no_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
