@@ -1,20 +1,24 @@
-"""Sizes of delivered files: `model.safetensors` of two BERTs with random weights, as float and at 8, 4, 3 and 2 bits.
+"""Sizes of delivered files: `model.safetensors` of three encoders with random weights, in float and quantized.
 
     python benchmarks/sizes.py
 
-Bytes follow from shapes alone, so no pretrained model is needed.
+Bytes follow from shapes alone, so no pretrained model is needed. `forms` are those of docs/results/rounded-inputs.md,
+with tables at 8 bits as presets have them, and a small model with tables at 4 bits. Models that are not named keep what
+the file says of them.
 """
 
 import argparse
+import gc
 import json
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from environment import environment, write
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import AutoModelForSequenceClassification, BertConfig, MPNetConfig
 
 from moq_hf import quantize_model, save_quantized
 
@@ -23,8 +27,22 @@ MODELS = {
         hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
     ),
     "BERT-base": BertConfig(),
+    "all-mpnet-base-v2": MPNetConfig(vocab_size=30527, max_position_embeddings=514, num_labels=1),
 }
 BITS = (8, 4, 3, 2)
+# Those with one scale per channel at all of these bits.
+PER_CHANNEL = ("all-MiniLM-L6-v2", "BERT-base")
+# More forms of some models, by name: keywords of `quantize_model`.
+FORMS: dict[str, dict[str, dict[str, Any]]] = {
+    "all-MiniLM-L6-v2": {f"{bits} bits, tables at 4 bits": {"bits": bits, "embeddings": 4} for bits in (4, 2)},
+    "all-mpnet-base-v2": {
+        "w8a8": {"config": "w8a8"},
+        "w8a8, symmetric": {"config": "w8a8", "activations": {"symmetric": True}},
+        "w4a8": {"config": "w4a8"},
+        "w4a4": {"config": "w4a4"},
+        **{f"{bits} bits, groups of 32": {"bits": bits, "group_size": 32} for bits in (4, 3, 2)},
+    },
+}
 
 
 def file_bytes(folder: Path) -> int:
@@ -32,25 +50,41 @@ def file_bytes(folder: Path) -> int:
     return (folder / "model.safetensors").stat().st_size
 
 
-def delivered(config: BertConfig, bits: int, tables: int | None) -> int:
-    """Bytes at these bits, one scale per channel, with embedding tables in float or at 8 bits."""
-    model = BertForSequenceClassification(config)
-    recipe = {
-        "quantize_bits": {"start_bits": bits, "target_bits": bits},
-        "quantize_groups": "per_channel",
-        "quantize_embeddings": tables,
+def delivered(config: Any, keywords: Mapping[str, Any]) -> int:
+    """Bytes of a model in the form that these keywords of `quantize_model` give it."""
+    # A quantized model refers to itself.
+    gc.collect()
+    model = quantize_model(AutoModelForSequenceClassification.from_config(config).eval(), **keywords)
+    with tempfile.TemporaryDirectory() as folder:
+        return file_bytes(Path(save_quantized(model, folder + "/packed")))
+
+
+def per_channel(bits: int, tables: int | None) -> dict[str, Any]:
+    """One scale per channel at these bits, with embedding tables in float or at 8 bits."""
+    return {
+        "config": {
+            "quantize_bits": {"start_bits": bits, "target_bits": bits},
+            "quantize_groups": "per_channel",
+            "quantize_embeddings": tables,
+        }
     }
-    with tempfile.TemporaryDirectory() as folder:
-        return file_bytes(Path(save_quantized(quantize_model(model, recipe), folder + "/packed")))
 
 
-def measure(config: BertConfig, every: Sequence[int]) -> dict[str, Any]:
-    """Bytes of one model, at each of these bits."""
+def measure(name: str, every: Sequence[int]) -> dict[str, Any]:
+    """Bytes of one model, at each of these bits and in its other forms."""
+    config = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
-        BertForSequenceClassification(config).save_pretrained(folder)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
         found: dict[str, Any] = {"float": file_bytes(Path(folder))}
-    for name, tables in (("tables in float", None), ("tables at 8 bits", 8)):
-        found[name] = {str(bits): delivered(config, bits, tables) for bits in every}
+    if name in PER_CHANNEL:
+        for tables, bits_of_tables in (("tables in float", None), ("tables at 8 bits", 8)):
+            found[tables] = {str(bits): delivered(config, per_channel(bits, bits_of_tables)) for bits in every}
+    for form, keywords in FORMS.get(name, {}).items():
+        # Static ranges are learned from these.
+        is_static = keywords.get("config") == "w8a8"
+        batches = [{"input_ids": torch.randint(5, config.vocab_size, (2, 16))} for _ in range(2)] if is_static else None
+        found.setdefault("forms", {})[form] = delivered(config, {**keywords, "inputs": batches})
+        print(f"{name}, {form}: {found['forms'][form]}", flush=True)
     return found
 
 
@@ -62,9 +96,11 @@ def main() -> None:
     parser.add_argument("--bits", nargs="+", type=int, default=list(BITS))
     args = parser.parse_args()
     logging.getLogger("moq_hf").setLevel(logging.ERROR)
-    document = {**environment(), "models": {name: measure(MODELS[name], args.bits) for name in args.models}}
-    write(document, args.out)
-    print(json.dumps(document["models"], indent=1))
+    models = json.loads(args.out.read_text(encoding="utf-8"))["models"] if args.out.exists() else {}
+    for name in args.models:
+        models[name] = measure(name, args.bits)
+    write({**environment(), "models": models}, args.out)
+    print(json.dumps(models, indent=1))
 
 
 if __name__ == "__main__":
