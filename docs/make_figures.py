@@ -2,19 +2,24 @@
 
     python docs/make_figures.py [--out DIR]
 
-`--out` is where the figures go; by default `img` beside this file.
+`--out` is where the figures go; by default `img` beside this file. Each is drawn twice, without a background: NAME.png
+for a light page, and NAME-dark.png for a dark one.
 """
 
 import argparse
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+from cycler import cycler
 
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
 from moq_hf import MoQConfig, PrecisionSchedule
 
@@ -34,6 +39,18 @@ ARMS = {
     "moq_hf, float first": "moq_hf",
 }
 BITS = (4, 3, 2)
+# Colors of text and of lines, by what the background adds to a file's name.
+INK = {"": "#1f2328", "-dark": "#e6edf3"}
+LINES = {"": ("#1f6feb", "#bc4c00", "#1a7f37"), "-dark": ("#58a6ff", "#f0883e", "#3fb950")}
+FAINT = "#848d97"
+# Forms of a model of BERT-base's size, by what the page of rounded inputs calls them: the name of the folder's size in
+# `sizes.json`, and what stands beside the arrow.
+FORMS = {
+    "8 bits; 8, static symmetric": ("w8a8", "8-bit weights\nand inputs"),
+    "the same, second products at 8": ("w4a4", "4-bit weights\nand inputs"),
+    "2 bits, groups of 32": ("2 bits, groups of 32", "2-bit weights"),
+}
+BASE_MODEL = "all-mpnet-base-v2"
 
 
 def trajectory(share: float) -> tuple[list[int], list[int]]:
@@ -48,9 +65,8 @@ def trajectory(share: float) -> tuple[list[int], list[int]]:
     return [*steps, STEPS], [*bits, schedule.bits["block"]]
 
 
-def draw_schedule(path: Path) -> None:
+def draw_schedule(axes: Axes) -> None:
     """Draw bits over optimizer steps for three factors."""
-    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     for (share, factor), style in zip(SHARES.items(), ("-", "--", ":"), strict=True):
         axes.step(*trajectory(share), where="post", linestyle=style, linewidth=2, label=f"factor {factor}")
     axes.set_xscale("log")
@@ -59,19 +75,14 @@ def draw_schedule(path: Path) -> None:
     axes.set_yticks(range(TARGET_BITS, START_BITS + 1))
     axes.set_xlabel("optimizer steps since the offset")
     axes.set_ylabel("bits")
-    axes.set_title(f"{START_BITS} to {TARGET_BITS} bits, period {PERIOD}", fontsize="medium")
-    axes.grid(alpha=0.3)
+    axes.set_title(f"{START_BITS} to {TARGET_BITS} bits, period {PERIOD}")
     axes.legend()
-    # Without the name of the library that wrote it, the file depends on what is drawn alone.
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
 
 
-def draw_scores(path: Path) -> None:
+def draw_scores(axes: Axes) -> None:
     """Draw page one's plot: points against float over bits, a line for each way, the spread of seeds."""
-    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
-    axes.axhline(0, linewidth=1, linestyle="--", color="gray")
-    axes.annotate("float of as many steps", (2.52, 0), ha="center", va="bottom", fontsize="small", color="gray")
+    axes.axhline(0, linewidth=1, linestyle="--", color=FAINT)
+    axes.annotate("float of as many steps", (2.52, 0), ha="center", va="bottom", fontsize="small", color=FAINT)
     for index, (name, marker) in enumerate(zip(ARMS, "svo", strict=True)):
         own = [results_page.points(ARMS[name], bits).values() for bits in BITS]
         means = [statistics.fmean(values) for values in own]
@@ -83,11 +94,94 @@ def draw_scores(path: Path) -> None:
     axes.set_xticks(BITS, [f"{bits} bits" for bits in BITS])
     axes.set_xlim(4.3, 1.7)
     axes.set_ylabel("points, mean of three tasks")
-    axes.set_title("MiniLM on SST-2, CoLA and MRPC; bars from the worst seed to the best", fontsize="medium")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower left", fontsize="small")
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
+    axes.set_title("MiniLM on SST-2, CoLA and MRPC; bars from the worst seed to the best")
+    axes.legend(loc="lower left")
+
+
+def gains() -> tuple[dict[int, float], dict[str, tuple[dict[int, float], dict[int, float]]]]:
+    """Give the scores of float, and of each form those of the rounded and of the trained model, by seed.
+
+    A form that was not trained is left out. The seeds are those that float and all forms have.
+    """
+    floats = results_page.average(results_page.BASE_TASK, results_page.BASE)
+    forms = {form: results_page.BASE_FORMS[form] for form in FORMS}
+    pairs = {
+        form: (results_page.base_rounded(groups, bits), results_page.base_trained(groups, bits))
+        for form, (bits, groups) in forms.items()
+    }
+    pairs = {form: pair for form, pair in pairs.items() if all(pair)}
+    seeds = sorted(set(floats).intersection(*(own for pair in pairs.values() for own in pair)))
+
+    def common(own: dict[int, float]) -> dict[int, float]:
+        return {seed: own[seed] for seed in seeds}
+
+    return common(floats), {form: (common(rounded), common(trained)) for form, (rounded, trained) in pairs.items()}
+
+
+def draw_gains(axes: Axes) -> None:
+    """Draw the score over the size of the delivered folder, an arrow from the rounded model to the trained one."""
+    bytes_of = results_page.document("sizes")["models"][BASE_MODEL]
+    floats, pairs = gains()
+    places = {"float": bytes_of["float"] / 1e6}
+    best = results_page.mean(floats)
+    axes.axhline(best, linewidth=1, linestyle="--", color=FAINT)
+    axes.annotate("float", (places["float"], best), (0, -5), textcoords="offset points", ha="right", va="top")
+    colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
+    for (form, pair), color in zip(pairs.items(), colors, strict=False):
+        size, label = FORMS[form]
+        place = places[size] = bytes_of[size] / 1e6
+        low, high = (results_page.mean(own) for own in pair)
+        arrow = {"arrowstyle": "-|>", "color": color, "linewidth": 2, "shrinkA": 6, "shrinkB": 6}
+        axes.annotate("", (place, high), (place, low), arrowprops=arrow)
+        for height, own, face in ((low, pair[0], "none"), (high, pair[1], color)):
+            axes.plot(place, height, marker="o", markersize=9, markeredgewidth=2, color=color, markerfacecolor=face)
+            if len(own) > 1:
+                axes.plot([place] * len(own), [*own.values()], marker="_", markersize=14, linestyle="", color=color)
+        axes.annotate(
+            label,
+            (place, low),
+            (9, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize="small",
+            color=color,
+        )
+    for name, face in (("rounded", "none"), ("trained", FAINT)):
+        axes.plot([], [], marker="o", markeredgewidth=2, linestyle="", color=FAINT, markerfacecolor=face, label=name)
+    axes.set_xscale("log")
+    axes.margins(y=0.1)
+    axes.set_xticks([*places.values()], [f"{place:.0f} MB" for place in places.values()])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("size of the delivered folder")
+    axes.set_ylabel("Spearman x 100")
+    seeds = "one seed" if len(floats) == 1 else f"means of {len(floats)} seeds"
+    axes.set_title(f"A model of BERT-base's size on STS-B, {seeds}")
+    axes.legend(loc="lower right")
+
+
+# The name of a figure: its size in inches, and what draws it.
+FIGURES: dict[str, tuple[tuple[float, float], Callable[[Axes], None]]] = {
+    "schedule": ((7, 3.2), draw_schedule),
+    "score-over-bits": ((7, 3.4), draw_scores),
+    "gains": ((7, 3.4), draw_gains),
+}
+
+
+def look(background: str) -> Any:
+    """Give matplotlib's settings for a figure on a background that is the page's own."""
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    return {
+        **dict.fromkeys(inked, INK[background]),
+        "axes.prop_cycle": cycler(color=LINES[background]),
+        "axes.grid": True,
+        "axes.titlesize": "medium",
+        "font.size": 11,
+        "grid.alpha": 0.3,
+        "grid.color": FAINT,
+        "legend.fontsize": "small",
+        "legend.framealpha": 0,
+        "savefig.transparent": True,
+    }
 
 
 def main() -> None:
@@ -97,8 +191,14 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out
     out.mkdir(parents=True, exist_ok=True)
-    draw_schedule(out / "schedule.png")
-    draw_scores(out / "score-over-bits.png")
+    for name, (size, draw) in FIGURES.items():
+        for background in INK:
+            with plt.rc_context(look(background)):
+                figure, axes = plt.subplots(figsize=size, layout="constrained")
+                draw(axes)
+                # Without the name of the library that wrote it, the file depends on what is drawn alone.
+                figure.savefig(out / f"{name}{background}.png", dpi=160, metadata={"Software": None})
+                plt.close(figure)
 
 
 if __name__ == "__main__":
