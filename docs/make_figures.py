@@ -103,7 +103,7 @@ def gains() -> tuple[dict[int, float], dict[str, tuple[dict[int, float], dict[in
 
     A form that was not trained is left out. The seeds are those that float and all forms have.
     """
-    floats = results_page.average(results_page.BASE_TASK, results_page.BASE)
+    floats = results_page.base_floats()
     forms = {form: results_page.BASE_FORMS[form] for form in FORMS}
     pairs = {
         form: (results_page.base_rounded(groups, bits), results_page.base_trained(groups, bits))
