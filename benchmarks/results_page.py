@@ -120,7 +120,7 @@ def first_page() -> list[list[Any]]:
     for name, (form, in_sizes) in FIRST_PAGE.items():
         bits, groups = BASE_FORMS[form]
         ways = (floats, base_rounded(groups, bits), base_trained(groups, bits))
-        sizes = f"{size[in_sizes] / 1e6:.0f} of {size['float'] / 1e6:.0f}"
+        sizes = f"{size['forms'][in_sizes] / 1e6:.0f} of {size['float'] / 1e6:.0f}"
         found.append([name, sizes, *(f"{mean(scores):.1f}" if scores else "" for scores in ways)])
     small = document("sizes")["models"]["all-MiniLM-L6-v2"]
     floats = on_a_gpu(ALL, FLOAT_NO_DROPOUT)

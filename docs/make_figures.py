@@ -2,8 +2,7 @@
 
     python docs/make_figures.py [--out DIR]
 
-`--out` is where the figures go; by default `img` beside this file. Each is drawn twice, without a background: NAME.png
-for a light page, and NAME-dark.png for a dark one.
+`--out` is where the figures go; by default `img` beside this file. Page one's is drawn twice, for light and dark pages.
 """
 
 import argparse
@@ -47,7 +46,6 @@ FAINT = "#848d97"
 # `sizes.json`, and what stands beside the arrow.
 FORMS = {
     "8 bits; 8, static symmetric": ("w8a8", "8-bit weights\nand inputs"),
-    "the same, second products at 8": ("w4a4", "4-bit weights\nand inputs"),
     "2 bits, groups of 32": ("2 bits, groups of 32", "2-bit weights"),
 }
 BASE_MODEL = "all-mpnet-base-v2"
@@ -129,7 +127,7 @@ def draw_gains(axes: Axes) -> None:
     colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
     for (form, pair), color in zip(pairs.items(), colors, strict=False):
         size, label = FORMS[form]
-        place = places[size] = bytes_of[size] / 1e6
+        place = places[size] = bytes_of["forms"][size] / 1e6
         low, high = (results_page.mean(own) for own in pair)
         arrow = {"arrowstyle": "-|>", "color": color, "linewidth": 2, "shrinkA": 6, "shrinkB": 6}
         axes.annotate("", (place, high), (place, low), arrowprops=arrow)
@@ -167,6 +165,9 @@ FIGURES: dict[str, tuple[tuple[float, float], Callable[[Axes], None]]] = {
 }
 
 
+PAGE_ONE = "gains"
+
+
 def look(background: str) -> Any:
     """Give matplotlib's settings for a figure on a background that is the page's own."""
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
@@ -180,7 +181,7 @@ def look(background: str) -> Any:
         "grid.color": FAINT,
         "legend.fontsize": "small",
         "legend.framealpha": 0,
-        "savefig.transparent": True,
+        "savefig.transparent": background == "-dark",
     }
 
 
@@ -192,7 +193,7 @@ def main() -> None:
     out = args.out
     out.mkdir(parents=True, exist_ok=True)
     for name, (size, draw) in FIGURES.items():
-        for background in INK:
+        for background in INK if name == PAGE_ONE else ("",):
             with plt.rc_context(look(background)):
                 figure, axes = plt.subplots(figsize=size, layout="constrained")
                 draw(axes)
