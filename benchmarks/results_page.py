@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import glue_plans
 import perplexity
-from glue_plans import MORE_GRIDS
 from lines import Lines
 from report_study import FLOAT, LONG, LONG_RATES, TASKS, Ways, average, interval, paired, scores, spread
 
@@ -114,19 +113,23 @@ def cells_of(lines: Iterable[str]) -> list[list[Any]]:
 
 def first_page() -> list[list[Any]]:
     """What page one has: where training gains most, with the scores of both ways and the size."""
-    found: list[list[Any]] = [["what is delivered", "size, MB", "float", "rounded", "trained by moq_hf"]]
+    found: list[list[Any]] = [
+        ["what is delivered", "size, MB", "in ONNX Runtime, ms", "float", "rounded", "trained by moq_hf"]
+    ]
+    times = document("served_inputs")["times"]["ONNX Runtime"]["threads: 1"]["1 x 32"]
     size = document("sizes")["models"]["all-mpnet-base-v2"]
     floats = base_floats()
-    for name, (form, in_sizes) in FIRST_PAGE.items():
+    for name, (form, in_sizes, file) in FIRST_PAGE.items():
         bits, groups = BASE_FORMS[form]
         ways = (floats, base_rounded(groups, bits), base_trained(groups, bits))
         sizes = f"{size['forms'][in_sizes] / 1e6:.0f} of {size['float'] / 1e6:.0f}"
-        found.append([name, sizes, *(f"{mean(scores):.1f}" if scores else "" for scores in ways)])
+        speed = f"{times[file]['ms']:.0f} of {times['float']['ms']:.0f}" if file else ""
+        found.append([name, sizes, speed, *(f"{mean(scores):.1f}" if scores else "" for scores in ways)])
     small = document("sizes")["models"]["all-MiniLM-L6-v2"]
     floats = on_a_gpu(ALL, FLOAT_NO_DROPOUT)
     cells = [mean(floats), *(mean(on_a_gpu(ALL, RECIPES[name], 2)) for name in ("rounding", "moq_hf"))]
     sizes = f"{small['tables at 8 bits']['2'] / 1e6:.0f} of {small['float'] / 1e6:.0f}"
-    return [*found, ["2-bit weights per channel", sizes, *(f"{score:.1f}" for score in cells)]]
+    return [*found, ["2-bit weights per channel", sizes, "", *(f"{score:.1f}" for score in cells)]]
 
 
 def equal_steps() -> list[list[Any]]:
@@ -152,20 +155,6 @@ def rates() -> list[list[Any]]:
         halves = (on_a_gpu([task], ways) for ways in (FLOAT._replace(dropout=False), FLOAT_NO_DROPOUT))
         found.append([name, *cells, paired(*halves)])
     return found
-
-
-def grids() -> list[list[Any]]:
-    """Float models with dropout rounded on each grid, in points against them, on the mean of three tasks."""
-    found: list[list[Any]] = [["scales", *(f"{bits} bits" for bits in BITS)]]
-    for name in ("per channel, full", *MORE_GRIDS[:2], "groups of 32, full"):
-        found.append([name.removesuffix(", full"), *(rounded_to(name, bits) for bits in BITS)])
-    return found
-
-
-def rounded_to(groups: str, bits: int) -> str:
-    """Points of a rounded model against the same in float, on the mean of three tasks; nothing of a single seed."""
-    own = average(ALL, ROUNDED._replace(groups=groups), bits)
-    return paired(own, average(ALL, LONG)) if len(own) > 1 else ""
 
 
 class Change(NamedTuple):
@@ -594,11 +583,11 @@ BASE_FORMS = {
 }
 
 
-# Rows of page one: a form, and what `sizes.py` calls it.
+# Rows of page one: a form, what `sizes.py` calls it, and its file in ONNX Runtime, if that multiplies integers.
 FIRST_PAGE = {
-    "8-bit weights, 8-bit static inputs, symmetric": ("8 bits; 8, static symmetric", "w8a8"),
-    "the same with a zero point (`w8a8`)": ("`w8a8`: 8 bits; 8, static asymmetric", "w8a8"),
-    "2-bit weights in groups of 32": ("2 bits, groups of 32", "2 bits, groups of 32"),
+    "8-bit weights, 8-bit static inputs, symmetric": ("8 bits; 8, static symmetric", "w8a8", "w8a8, symmetric, int8"),
+    "the same with a zero point (`w8a8`)": ("`w8a8`: 8 bits; 8, static asymmetric", "w8a8", "w8a8, int8"),
+    "2-bit weights in groups of 32": ("2 bits, groups of 32", "2 bits, groups of 32", ""),
 }
 
 
@@ -636,6 +625,17 @@ def base() -> list[list[Any]]:
         scores_of = (base_rounded(groups, bits), base_trained(groups, bits))
         if any(scores_of):
             found.append([name, *(each_against(scores, floats) for scores in scores_of)])
+    return found
+
+
+def served_inputs() -> list[list[Any]]:
+    """Milliseconds in ONNX Runtime for 1 x 32 tokens on one thread, and the speed over float on one thread and two."""
+    measured = document("served_inputs")
+    times = [measured["times"]["ONNX Runtime"][f"threads: {count}"]["1 x 32"] for count in (1, 2)]
+    found: list[list[Any]] = [["file", "MB", "ms", "speed"]]
+    for name, size in measured["bytes"].items():
+        speeds = "; ".join(f"{each[name]['speed']:.2f}" for each in times)
+        found.append([name, f"{size / 1e6:.0f}", f"{times[0][name]['ms']:.0f}", speeds])
     return found
 
 
@@ -738,7 +738,6 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "equal steps": equal_steps,
     "rates": rates,
     "arms": arms,
-    "grids": grids,
     "language model": language_model,
     "merged lora": merged_lora,
     "lora cost": lora_cost,
@@ -754,6 +753,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "rounded inputs": rounded_inputs,
     "embedding models": embedding_models,
     "base": base,
+    "served inputs": served_inputs,
     "reliability": reliability,
     "versions": versions,
     "neighbors": neighbors,

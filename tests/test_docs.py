@@ -511,7 +511,8 @@ def test_python_blocks(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPat
                 if page == FIRST[0]:
                     # A tiny model stands in the place of the pretrained one.
                     told, shown = (re.sub(r"[\d,.]*\d", "#", re.sub(" +", " ", text)) for text in (told, shown))
-                assert told == shown, str(block)
+                begins_later = shown.startswith("...\n")
+                assert told.endswith(shown[4:]) if begins_later else told == shown, str(block)
         if page.name == "deploy.md":
             assert [cli.main(shlex.split(command)[1:]) for command in (VERIFY, INSPECT)] == [0, 0]
         if page == FIRST[1]:

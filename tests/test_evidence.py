@@ -138,13 +138,15 @@ def test_the_recipes_page_says_what_was_measured() -> None:
 def test_page_one_shows_what_its_example_printed_in_a_minute() -> None:
     shown = re.search(r"start:example\] -->.*?```text\n(.*?)\n```", page("README.md"), re.DOTALL)
     found = result("first_example")
-    assert shown is not None and shown[1].splitlines() == found["printed"]
+    assert shown is not None
+    left_out, *lines = shown[1].splitlines()
+    assert left_out == "..." and lines == found["printed"][-len(lines) :]
     assert found["seconds"] <= 60
 
 
 def test_page_one_compares_the_same_seeds() -> None:
     floats = results_page.base_floats().keys()
-    for form, _ in results_page.FIRST_PAGE.values():
+    for form, *_ in results_page.FIRST_PAGE.values():
         bits, groups = results_page.BASE_FORMS[form]
         trained = results_page.base_trained(groups, bits)
         assert results_page.base_rounded(groups, bits).keys() == floats
