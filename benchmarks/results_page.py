@@ -122,13 +122,13 @@ def first_page() -> list[list[Any]]:
     for name, (form, in_sizes, file) in FIRST_PAGE.items():
         bits, groups = BASE_FORMS[form]
         ways = (floats, base_rounded(groups, bits), base_trained(groups, bits))
-        sizes = f"{size['forms'][in_sizes] / 1e6:.0f} of {size['float'] / 1e6:.0f}"
-        speed = f"{times[file]['ms']:.0f} of {times['float']['ms']:.0f}" if file else ""
+        sizes = f"{size['forms'][in_sizes] / 1e6:.0f} (float {size['float'] / 1e6:.0f})"
+        speed = f"{times[file]['ms']:.0f} (float {times['float']['ms']:.0f})" if file else ""
         found.append([name, sizes, speed, *(f"{mean(scores):.1f}" if scores else "" for scores in ways)])
     small = document("sizes")["models"]["all-MiniLM-L6-v2"]
     floats = on_a_gpu(ALL, FLOAT_NO_DROPOUT)
     cells = [mean(floats), *(mean(on_a_gpu(ALL, RECIPES[name], 2)) for name in ("rounding", "moq_hf"))]
-    sizes = f"{small['tables at 8 bits']['2'] / 1e6:.0f} of {small['float'] / 1e6:.0f}"
+    sizes = f"{small['tables at 8 bits']['2'] / 1e6:.0f} (float {small['float'] / 1e6:.0f})"
     return [*found, ["2-bit weights per channel", sizes, "", *(f"{score:.1f}" for score in cells)]]
 
 
