@@ -45,7 +45,7 @@ FAINT = "#848d97"
 # Forms of a model of BERT-base's size, by what the page of rounded inputs calls them: the name of the folder's size in
 # `sizes.json`, and what stands beside the arrow.
 FORMS = {
-    "8 bits; 8, static symmetric": ("w8a8", "8-bit weights\nand inputs"),
+    "8 bits; 8, static symmetric": ("w8a8", "8-bit weights,\n8-bit symmetric inputs"),
     "2 bits, groups of 32": ("2 bits, groups of 32", "2-bit weights"),
 }
 BASE_MODEL = "all-mpnet-base-v2"
