@@ -417,11 +417,11 @@ _COMMANDS: dict[str, tuple[Callable[[Any], None], Callable[..., None], str, str]
     "export": (
         _add_export,
         _export,
-        "write a packed checkpoint as ONNX models, as a GGUF file or as floats, and prove it",
+        "write a packed checkpoint as ONNX models, a GGUF file, a folder for MLX or floats, and prove it",
         "onnx: models with integer weights in the folder OUT, whose answers are compared with the checkpoint's; if "
         "weight-only differs by more than the tolerance, nothing is written and the exit status is 2. gguf: the "
-        "checkpoint's integers in the file OUT, for llama.cpp. float: an ordinary folder OUT of floats with the "
-        "quantized values.",
+        "checkpoint's integers in the file OUT, for llama.cpp. mlx: the same in the folder OUT, for mlx-lm. float: "
+        "an ordinary folder OUT of floats with the quantized values.",
     ),
 }
 

@@ -55,6 +55,7 @@ from .training.distillation import (
     load_teacher,
     loss_parts,
     passes_of,
+    running_alone,
     switch_off_dropout,
     weighted,
     with_logits,
@@ -324,6 +325,7 @@ class MoQMixin(_Beside):
     def _follow(self, teacher: PreTrainedModel | None) -> None:
         """Learn from a teacher from here on; None: from the task alone."""
         self._teacher = teacher
+        self._runs_alone = False
         self.teacher_fingerprint = None if teacher is None else fingerprint(teacher)
         # The loss with a teacher is a mean over the micro-batch, whatever the model's
         # own would be.
@@ -543,13 +545,18 @@ class MoQMixin(_Beside):
         given = {**kept, **student.inputs}
         theirs, relations = student.output, student.relations
         if teacher is not None:
+            check: Any = contextlib.nullcontext()
+            if not self._runs_alone:
+                check = running_alone(teacher, self._student)
             # As Accelerate wraps the student's forward pass.
             with (
                 torch.no_grad(),
+                check,
                 self.accelerator.autocast(),
                 queries_keys_values(teacher, config.relations) as relations,
             ):
                 theirs = teacher(**(given if is_stock else student.inputs))
+            self._runs_alone = True
         # A forward pass with labels sets it if the config leaves it out.
         problem = getattr((teacher or self._student).config, "problem_type", None)
         given["labels"] = labels_at_logits(self._student, given.get("labels"))

@@ -194,6 +194,40 @@ def _check_teacher(
             )
 
 
+@contextlib.contextmanager
+def running_alone(teacher: nn.Module, student: nn.Module) -> Iterator[None]:
+    """Make sure that a teacher's forward pass runs none of the student's modules.
+
+    A deep copy of a model whose `forward` was replaced on the object, as TRL's Trainers
+    do, calls the model that it was copied from.
+
+    Raises:
+        MoQError: It runs some.
+    """
+    own = {*teacher.modules()}
+    ran: list[nn.Module] = []
+
+    def note(module: nn.Module, _: Any) -> None:
+        ran.append(module)
+
+    handles = [
+        module.register_forward_pre_hook(note)
+        for module in student.modules()
+        if module not in own
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if ran:
+        raise MoQError(
+            "distillation: the teacher's forward pass runs the model in training: it is a copy of a model whose "
+            "forward was replaced, as TRL's Trainers do; copy the model before a Trainer has it, or load the teacher "
+            "from a folder"
+        )
+
+
 class MoQDistillation(nn.Module):
     """Follow a float teacher on texts alone: a loss for the Trainers of Sentence Transformers, beside a `MoQCallback`.
 
@@ -243,6 +277,7 @@ class MoQDistillation(nn.Module):
         self.model = model
         self.teacher = copy.deepcopy(model) if teacher is None else teacher
         self.teacher.requires_grad_(False)
+        self._runs_alone = False
 
     def forward(
         self, sentence_features: Iterable[Mapping[str, Any]], labels: Any = None
@@ -256,8 +291,12 @@ class MoQDistillation(nn.Module):
         columns = list(sentence_features)
         for features in columns:
             student, ours = self._outputs(self.model, features)
-            with torch.no_grad():
+            check: Any = contextlib.nullcontext()
+            if not self._runs_alone:
+                check = running_alone(self.teacher, self.model)
+            with torch.no_grad(), check:
                 teacher, theirs = self._outputs(self.teacher, features)
+            self._runs_alone = True
             parts = loss_parts(
                 student, teacher, features, self.config, None, (ours, theirs)
             )

@@ -1,4 +1,5 @@
 import copy
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -430,6 +431,17 @@ def test_a_teacher_that_cannot_teach(teacher: Path, tmp_path: Path) -> None:
     run.model.config.return_dict = False
     with pytest.raises(MoQError, match=r"output has no names \(return_dict\), it is tuple"):
         run.train()
+
+
+def test_a_copy_that_runs_the_model_it_was_copied_from(tmp_path: Path) -> None:
+    """As of a model that TRL's Trainers have given another forward: the loss would compare the student with itself."""
+    model = new_model(1)
+    forward = model.forward
+    model.forward = functools.wraps(forward)(lambda **batch: forward(**batch))  # type: ignore[method-assign]
+    trainer = new_trainer(tmp_path, EIGHT, copy.deepcopy(model), model)
+    with pytest.raises(MoQError, match="the teacher's forward pass runs the model in training"):
+        trainer.train()
+    assert not any(module._forward_pre_hooks for module in model.base_model.embeddings.modules())
 
 
 def test_a_quantized_teacher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
