@@ -54,6 +54,7 @@ EXPORT = "moq-hf export runs/mrpc/quantized --to onnx runs/mrpc-onnx --task_name
 HUB = "moq-hf export runs/mrpc/quantized --to onnx runs/mrpc-hub --names hub"
 VERIFY = "moq-hf verify runs/mrpc/quantized"
 FILES = "python benchmarks/deployed_files.py runs/mrpc/quantized --task_name mrpc --validation_file data/mrpc.jsonl"
+SPEEDS = "python benchmarks/served_inputs.py --model all-mpnet-base-v2 --train_file train.jsonl"
 PACK = "moq-hf pack runs/mrpc/checkpoint-345 runs/mrpc-packed"
 MIGRATE = "moq-hf migrate ds.json --max_steps 345 --out moq.json"
 EMBEDDINGS = (
@@ -85,6 +86,7 @@ RUN_BY = {
     GGUF: "test_one_command_runs_the_converter in export/test_gguf.py",
     MLX: "test_every_weight_is_that_of_the_checkpoint in export/test_mlx.py",
     MIGRATE: "test_migrate_command",
+    SPEEDS: "test_files_take_turns in scripts/test_served_inputs.py",
     FILES: "test_every_engine_and_its_answers in scripts/test_deployed_files.py",
     "pip install '.[glue]'": "test_the_extras",
     f"pip install 'dist/moq_hf-{moq_hf.__version__}-py3-none-any.whl[glue]'": WHEEL,

@@ -76,6 +76,6 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path: Path) -> None:
     assert "Description-Content-Type: text/markdown" in head and description == (ROOT / "README.md").read_text("utf-8")
     told = run(home / "bin" / "python", "-c", SCRIPT.format(site=str(site)), cwd=tmp_path)
     assert told.endswith("answers are equal: True\n")
-    assert run(home / "bin" / "moq-hf", "--version", cwd=tmp_path).startswith("moq_hf 0.2")
+    assert run(home / "bin" / "moq-hf", "--version", cwd=tmp_path).startswith("moq_hf 0.3")
     told = run(home / "bin" / "moq-hf", "plan", "w4", "--max_steps", "345", cwd=tmp_path)
     assert told == "345 optimizer steps at 4 bits\n"

@@ -152,6 +152,7 @@ def export_gguf(
             the converter fails, or a library of the extra gguf is not installed.
     """
     folder = Path(directory)
+    new_path(out)
     check_taken(folder, GGUF)
     require("gguf", "gguf")
     if (base is None) == (converter is None):
@@ -159,7 +160,6 @@ def export_gguf(
             "GGUF needs either llama.cpp's converter (moq-hf export DIR --to gguf --converter "
             "llama.cpp/convert_hf_to_gguf.py) or base, the file that it made from the checkpoint as floats"
         )
-    new_path(out)
     script = None if converter is None else _script_in(Path(converter))
     layers, weights = _codes_in(folder)
     with tempfile.TemporaryDirectory(prefix="moq-hf-") as place:
