@@ -357,7 +357,7 @@ def test_the_command(
     assert out.read_bytes() == exported.path.read_bytes()
     assert "read back: every code is that of the checkpoint" in capsys.readouterr().out
     for words, what in (
-        (["--to", "gguf", str(out)], "--converter llama.cpp/convert_hf_to_gguf.py) or base"),
+        (["--to", "gguf", str(tmp_path / "new.gguf")], "--converter llama.cpp/convert_hf_to_gguf.py) or base"),
         (
             ["--to", "gguf", str(tmp_path / "new.gguf"), "--base", "a", "--converter", "b"],
             "GGUF needs either llama.cpp's converter",
