@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
-from hub_folders import make_hub, write_config
+from hub_folders import make_hub
 from repo import ROOT
 
 pytest.importorskip("nbclient", reason="the extra dev has it")
@@ -22,15 +21,13 @@ from nbclient import NotebookClient
 FOLDER = ROOT / "examples" / "notebooks"
 # How the lines begin that moq_hf prints.
 OURS = ("moq_hf", "block ", "every block", "Load it", "Deploy", "Report", "Verified")
-# What is cut short here, and to what: rows, and steps.
+# What is cut short here, and to what: rows.
 SHORTER = {
     "range(1500)": "range(64)",
     "range(3000)": "range(64)",
-    "range(400)": "range(64)",
-    "max_steps=30": "max_steps=20",
 }
 # A library that a notebook needs, of an extra.
-NEEDED = {"int8_onnx": "onnxscript", "language_model": "trl"}
+NEEDED = {"int8_onnx": "onnxscript"}
 
 
 def told(notebook: Any) -> list[str]:
@@ -43,23 +40,6 @@ def told(notebook: Any) -> list[str]:
     ]
     own = [line for line in "\n".join(texts).splitlines() if line.startswith(OURS)]
     return [re.sub(" +", " ", re.sub(r"[\d,.]*\d", "#", line.rstrip())) for line in own]
-
-
-def tiny_llama(folder: Path, problems: Path, patch: pytest.MonkeyPatch) -> None:
-    """A Llama in the place of SmolLM2, whose head is its embedding table, too; dialogues in the place of problems."""
-    patch.syspath_prepend(str(ROOT / "examples" / "sft"))
-    from dialogues import dialogues
-    from train import new_model, new_tokenizer
-
-    rows, _ = dialogues()
-    pairs = [[message["content"] for message in row["messages"]] for row in rows]
-    tokenizer = new_tokenizer([text for pair in pairs for text in pair])
-    model = new_model(tokenizer)
-    model.config.tie_word_embeddings = True
-    type(model)(model.config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    data = Dataset.from_list([{"question": pair[0], "answer": pair[-1]} for pair in pairs])
-    write_config(problems, "main", {"train": data.select(range(80)), "test": data.select(range(80, 120))})
 
 
 @pytest.fixture
@@ -81,11 +61,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_a_notebook_runs_and_says_what_it_shows(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs_and_says_what_it_shows(path: Path, folder: Path) -> None:
     if path.stem in NEEDED:
         pytest.importorskip(NEEDED[path.stem])
-    if path.stem == "language_model":
-        tiny_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", folder / "openai" / "gsm8k", monkeypatch)
     shown = nbformat.read(path, as_version=4)
     again = nbformat.read(path, as_version=4)
     for cell in again.cells:
