@@ -52,19 +52,17 @@ RATES = {"4": 1e-4, "w4a8": 1e-4, "w4a4": 1e-4, "3": 2e-4, "2": 3e-4}
 SCALES_RATE = 1e-3
 # What matters most comes first, as a run takes minutes.
 PLAN = (
-    *((arm, "2") for arm in (ROUNDED, GPTQ, TAUGHT)),
-    *((ROUNDED, form) for form in ("4", "w4a8", "w4a4", "3")),
-    (TAUGHT_FROM_GPTQ, "2"),
+    *((ROUNDED, form) for form in ("4", "2", "3", "w4a8", "w4a4")),
+    *((arm, "2") for arm in (GPTQ, TAUGHT)),
+    *((arm, "4") for arm in (GPTQ, TAUGHT)),
     (TAUGHT, "w4a4"),
-    (GPTQ, "3"),
-    (TAUGHT, "3"),
-    (TRAINED, "2"),
     (SCALES, "2"),
-    (GPTQ, "4"),
-    (TAUGHT, "4"),
-    (TAUGHT_FROM_GPTQ, "3"),
-    *((arm, "w4a4") for arm in (GPTQ, TRAINED)),
+    *((arm, "3") for arm in (GPTQ, TAUGHT)),
+    *((TRAINED, form) for form in ("4", "2")),
+    (TAUGHT_FROM_GPTQ, "2"),
     (TAUGHT, "w4a8"),
+    *((arm, "w4a4") for arm in (GPTQ, TRAINED)),
+    *((arm, form) for form in ("3", "4") for arm in (TAUGHT_FROM_GPTQ, SCALES)),
 )
 
 
