@@ -217,19 +217,21 @@ def runs(seeds: Sequence[int]) -> Iterator[tuple[str, str, int]]:
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table: the perplexity of each arm and form, a figure for each seed."""
+    """A Markdown table: the perplexity of each arm and form, a figure for each seed; float has its own line."""
     quantized = ARMS[1:]
-    rows = [["bits", *quantized], ["---"] * (len(quantized) + 1)]
+    rows = [["weights; inputs", *quantized], ["---"] * (len(quantized) + 1)]
+    rows.append([FLOAT, cell(lines, FLOAT, ""), *[""] * (len(quantized) - 1)])
     for form in FORMS:
-        found = [[line for line in lines if (line["arm"], line["form"]) == (arm, form)] for arm in quantized]
-        if any(found):
-            rows.append([form, *(cell(of_arm) for of_arm in found)])
+        cells = [cell(lines, arm, form) for arm in quantized]
+        if any(cells):
+            rows.append([f"{form} bits" if form.isdigit() else f"`{form}`", *cells])
     return markdown(rows)
 
 
-def cell(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The perplexities by seed."""
-    return "; ".join(f"{line['perplexity']:.3g}" for line in sorted(lines, key=lambda line: line["seed"]))
+def cell(lines: Sequence[Mapping[str, Any]], arm: str, form: str) -> str:
+    """The perplexities of an arm at a form, by seed."""
+    found = {line["seed"]: line["perplexity"] for line in lines if (line["arm"], line["form"]) == (arm, form)}
+    return "; ".join(f"{found[seed]:.2f}" if found[seed] < 100 else f"{found[seed]:.0f}" for seed in sorted(found))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

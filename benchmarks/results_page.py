@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import glue_plans
+import language_models
 import perplexity
 from lines import Lines
 from report_study import FLOAT, LONG, LONG_RATES, TASKS, Ways, average, interval, paired, scores, spread
@@ -207,8 +208,6 @@ CHANGES = {
             {bits: Ways(f"MoQ {start} by 0.3, float first") for bits, start in ((4, 8), (3, 8), (2, 4))},
         ),
         Change("bits by layer, chosen by divergence", at(Ways("3 bits on average by divergence, float first"), 3)),
-        Change("the mean of the last quarter's weights", at(taught(", the mean of the last quarter's weights"), 2)),
-        Change("groups of 64", at(taught(groups="groups of 64, full"), 2), TWO),
         at_2("no dropout beside the teacher", HALF_DROPOUT_ON_CPU, in_float32(MOQ_HF)),
     ),
     "the recipe with dropout in its float half": (
@@ -224,14 +223,7 @@ CHANGES = {
         Change("dropout in the float half", at(HALF_DROPOUT, *BITS), ALL, NO_DROPOUT, ahead_everywhere),
         Change("basic QAT for all steps", at(BASIC._replace(dropout=False), *BITS), ALL, NO_DROPOUT, ahead_everywhere),
         at_2("groups of 32", NO_DROPOUT_ON_CPU._replace(groups="groups of 32, full"), NO_DROPOUT_ON_CPU),
-        at_2(
-            "scales searched every 10 steps",
-            NO_DROPOUT_ON_CPU._replace(groups=glue_plans.SEARCHED_MORE),
-            NO_DROPOUT_ON_CPU,
-        ),
-        at_2("scales searched once", NO_DROPOUT_ON_CPU._replace(groups=glue_plans.SEARCHED_ONCE), NO_DROPOUT_ON_CPU),
         varied("the teacher's relations too", ", relations", NO_DROPOUT),
-        varied("hardened: blended in over the first half", ", hardened over the first half", NO_DROPOUT),
     ),
     "a finished float model, rounded in groups of 32": (
         Change("half as many steps, with it as teacher", at(FINISHED_32, 3), against=ROUNDED_32),
@@ -248,12 +240,10 @@ CHANGES = {
         Change("a float model as start and teacher", at(old("basic QAT, taught"), *BITS), against=PRETRAINED),
         at_2("a float model as start alone", old("basic QAT, float start alone"), PRETRAINED, ONE),
         at_2("quantization blended in over 75 steps", old("2 bits at once, blend of 75 steps"), PRETRAINED, ONE),
-        at_2("gradients scaled by element", old("basic QAT, gradients scaled element-wise by 0.5"), PRETRAINED, ONE),
     ),
     "bits that fall from 8, from the pretrained model": (
         Change("sensitive blocks later, by eigenvalue", at(old("MoQ, eigenvalues"), 3, 2), ONE, FALLING),
         Change("stochastic rounding", at(old("MoQ, stochastic"), 3), ONE, FALLING),
-        at_2("Adam's averages reset at drops", old("MoQ, averages reset at each drop"), FALLING, ONE),
     ),
 }
 
@@ -339,6 +329,11 @@ def gpu_steps() -> list[list[Any]]:
 def language_model() -> list[list[Any]]:
     """Perplexity against the float model of as many steps, in percent."""
     return cells_of(perplexity.summary(Lines(RESULTS / "perplexity.jsonl").lines).splitlines())
+
+
+def small_language_model() -> list[list[Any]]:
+    """Perplexity of a pretrained model, fine-tuned on school problems: float, and all ways at few bits."""
+    return cells_of(language_models.summary(Lines(RESULTS / "language_models.jsonl").lines).splitlines())
 
 
 def merged_lora() -> list[list[Any]]:
@@ -739,6 +734,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "rates": rates,
     "arms": arms,
     "language model": language_model,
+    "small language model": small_language_model,
     "merged lora": merged_lora,
     "lora cost": lora_cost,
     "other tasks": other_tasks,

@@ -115,6 +115,7 @@ ADDED = {
     "benchmarks/host_operations.py": shlex.split("--layers 1 --repeats 2 --out host_operations.json"),
     "benchmarks/glue_study.py": ["--list"],
     "benchmarks/perplexity.py": ["--report"],
+    "benchmarks/language_models.py": ["--report"],
     "benchmarks/sizes.py": shlex.split("--models all-MiniLM-L6-v2 --bits 4 --out sizes.json"),
 }
 

@@ -36,7 +36,7 @@ def test_each_way_has_its_line(
     capsys.readouterr()
     language_models.main(["--report", "--output", str(out)])
     row = capsys.readouterr().out.splitlines()[-1]
-    assert row.startswith("| 2 |") and f"{lines[SCALES]['perplexity']:.3g}" in row
+    assert row.startswith("| 2 bits |") and f"{lines[SCALES]['perplexity']:.0f}" in row
 
 
 def test_answers_are_the_numbers_after_four_hashes() -> None:
