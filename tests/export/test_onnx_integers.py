@@ -238,7 +238,8 @@ def train_and_save(folder: Path, *without: str, **more: Any) -> tuple[Path, dict
         assert inputs is not None
         inputs.range = None
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    return save_quantized(model, folder, processing_class=tokenizer), controller.state_dict()["input_ranges"]
+    saved = save_quantized(model, folder, processing_class=tokenizer, controller=controller)
+    return saved, controller.state_dict()["input_ranges"]
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +342,7 @@ def test_ranges_of_inputs_alone_are_not_said_to_be_trained(tmp_path: Path) -> No
     set_seed(0)
     model = BertForSequenceClassification(BertConfig(**SHAPE))
     inputs = {"input_ids": torch.tensor([[2, 5, 6, 7]])}
-    quantize_model(model, config_of(activation_quantization={"bits": 8}), inputs=inputs)
+    quantize_model(model, config_of(activation_quantization={"enabled": True, "bits": 8}), inputs=inputs)
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     source = save_quantized(model.eval(), tmp_path / "packed", processing_class=tokenizer)
     found = export_onnx(source, tmp_path / "out", flavors=["int8"], cpu="avx2")
