@@ -4,11 +4,11 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 from accelerate.utils import recursively_apply
-from torch import Tensor, nn
+from torch import nn
 from tqdm.auto import tqdm
 
 from .config import MoQConfig
@@ -22,9 +22,9 @@ from .processes import is_first_process, is_gathered_per_pass
 from .quantized_weight import QuantizedWeight, inputs_of
 from .schedule import FLOAT_BITS
 from .training.gptq import can_round, round_weights
-from .training.measuring import eager, evaluating, repeatable
+from .training.measuring import eager, evaluating
 from .training.messages import summary
-from .training.samples import Batch, check_batch, first_batches, rows_of
+from .training.samples import Batch, Examples, batches_for, kind_of_examples, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def quantize_model(
     model: nn.Module,
     config: MoQConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
-    inputs: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    inputs: Examples | None = None,
     **keywords: Any,
 ) -> nn.Module:
     """Quantize the linear layers of `model`, and whatever else the config names, at their target bits.
@@ -63,7 +63,9 @@ def quantize_model(
             None takes the keywords alone.
         inputs: Examples for `gptq` and for static `activations`: a batch as
             the model's forward pass takes it, or an iterable of batches, a `DataLoader`
-            for instance, of which `gptq` reads no more than it needs.
+            for instance, of which `gptq` reads no more than it needs. A model of
+            Sentence Transformers takes texts too, a `CrossEncoder` pairs of texts, or
+            what its `preprocess` makes of them.
         **keywords: Those of `MoQConfig`, which override what `config` says.
 
     Returns:
@@ -94,7 +96,7 @@ def quantize_model(
             "distillation.teacher: quantize_model trains nothing that could follow it: leave it out, or train with "
             "MoQTrainer"
         )
-    batches = _batches(inputs, config) if config.enabled else []
+    batches = _batches(model, inputs, config) if config.enabled else []
     inventory, config = take_found(model, config)
     layers, embeddings = prepare_model(inventory, config)
     try:
@@ -121,7 +123,7 @@ def quantize_model(
 
 
 def _batches(
-    inputs: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None, config: MoQConfig
+    model: nn.Module, inputs: Examples | None, config: MoQConfig
 ) -> list[Batch]:
     """The batches that the config needs.
 
@@ -133,7 +135,7 @@ def _batches(
         if wanted:
             raise MoQError(
                 f"{config.spell('gptq')}: GPTQ needs examples: give {wanted} of them to quantize_model as inputs=, "
-                "a batch as the model's forward pass takes it or several, or leave gptq out"
+                f"{kind_of_examples(model)}, or leave gptq out"
             )
         return []
     if not wanted and not _has_ranges(config):
@@ -141,14 +143,7 @@ def _batches(
             f"inputs: nothing uses them: they are for gptq and for static {config.spell('activations')}, and "
             "the config has neither"
         )
-    is_one = isinstance(inputs, Mapping | str | Tensor) or not isinstance(
-        inputs, Iterable
-    )
-    given = cast(Iterable[Any], [inputs] if is_one else inputs)
-    with repeatable():
-        batches = first_batches(given, wanted or math.inf)
-    for batch in batches:
-        check_batch(batch)
+    batches = batches_for(model, inputs, wanted or math.inf)
     count = sum(map(rows_of, batches))
     if count < max(wanted, 1):
         less = f", or set gptq to {count}" if count else ""
@@ -184,7 +179,7 @@ def _learn_from(
 
     def run_all() -> None:
         with explained(
-            "inputs: the model cannot answer them; give a batch as its forward pass takes it"
+            f"inputs: the model cannot answer them; give {kind_of_examples(model)}"
         ):
             for batch in batches:
                 run(model, batch)

@@ -450,7 +450,8 @@ def prepared(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     if page.name == "embeddings.md":
         pytest.importorskip("sentence_transformers")
         warnings.simplefilter("ignore")
-        return {"encoder": sentences.encoder(Path()), "texts": sentences.TEXTS}
+        encoder = sentences.encoder(Path())
+        return {"encoder": encoder, "finished": copy.deepcopy(encoder), "texts": sentences.TEXTS * 8}
     tokenizer = hf.AutoTokenizer.from_pretrained("examples/demo/model")
     rows = load_dataset("json", data_files="examples/demo/train.jsonl", split="train[:32]")
     model = hf.AutoModelForSequenceClassification.from_config(hf.AutoConfig.from_pretrained("examples/demo/model"))

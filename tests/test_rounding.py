@@ -3,16 +3,18 @@
 import copy
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sentences import body
 from tiny_runs import new_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import BatchEncoding
+from transformers import AutoTokenizer, BatchEncoding, BertModel
 
-from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model
+from moq_hf import MoQConfig, MoQError, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf.model.convert import quant_layers
 from moq_hf.processes import is_first_process
 
@@ -181,6 +183,8 @@ def test_one_process_says_it_for_all(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 WANTED = r'as in tokenizer\(text, return_tensors="pt"\)'
+TEXTS = r"inputs are texts, .*: tokenize them, as in inputs=\[tokenizer\(text, truncation=True, "
+OTHER = "the model cannot answer them; give a batch as the model's forward pass takes it"
 IDS = torch.ones(2, 4, dtype=torch.long)
 
 
@@ -192,15 +196,21 @@ IDS = torch.ones(2, 4, dtype=torch.long)
         ([], {"gptq": 3}, "hold 0 examples, and gptq asks for 3: give as many$"),
         ([], STATIC, "inputs hold no example$"),
         ({"input_ids": IDS}, {}, "inputs: nothing uses them: they are for gptq and for static"),
-        ("hi there", {"gptq": 2}, f"{WANTED}; got str"),
+        ("hi there", {"gptq": 2}, TEXTS),
+        (["hi there", "you"], STATIC, TEXTS),
+        ([1.0, 2.0], STATIC, f"{WANTED}; got float"),
         (IDS, {"gptq": 2}, f"{WANTED}; got Tensor"),
         (7, {"gptq": 1}, f"{WANTED}; got int"),
         ([(IDS, IDS)], {"gptq": 1}, f"{WANTED}; got tuple"),
         ({"input_ids": [[1, 2]]}, {"gptq": 1}, f"{WANTED}: input_ids is a list"),
         ({"input_ids": [[1, 2]]}, STATIC, f"{WANTED}: input_ids is a list"),
         ({}, {"gptq": 1}, f"{WANTED}: they are empty"),
-        ({"pixels": IDS}, {"gptq": 2}, "the model cannot answer them; give a batch as its forward pass takes it"),
-        ({"pixels": IDS}, STATIC, "the model cannot answer them; give a batch as its forward pass takes it"),
+        (
+            {"pixels": IDS},
+            {"gptq": 2},
+            OTHER,
+        ),
+        ({"pixels": IDS}, STATIC, OTHER),
     ],
 )
 def test_wrong_inputs_are_one_error_that_leaves_the_model_as_it_was(
@@ -211,6 +221,20 @@ def test_wrong_inputs_are_one_error_that_leaves_the_model_as_it_was(
         quantize_model(tiny_bert, "w4", inputs=inputs, **more)
     assert not quant_layers(tiny_bert)
     assert all(torch.equal(tensor, before[name]) for name, tensor in tiny_bert.state_dict().items())
+
+
+@pytest.mark.parametrize("more", [{"gptq": 2}, STATIC])
+def test_the_line_for_texts_works_when_followed(more: dict[str, Any], tmp_path: Path) -> None:
+    texts = ["one two three", "four"]
+    tokenizer = AutoTokenizer.from_pretrained(body(tmp_path / "float"))
+    model = BertModel.from_pretrained(tmp_path / "float")
+    with pytest.raises(MoQError) as told:
+        quantize_model(model, "w4", inputs=texts, **more)
+    _, _, line = str(told.value).partition("as in inputs=")
+    inputs = eval(line, {"tokenizer": tokenizer, "texts": texts})
+    quantize_model(model, "w4", inputs=inputs, **more)
+    folder = save_quantized(model, tmp_path / "packed", inputs=inputs)
+    assert verify_quantized(folder).proof.agrees
 
 
 def test_gptq_without_a_linear_layer_is_an_error() -> None:

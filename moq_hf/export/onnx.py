@@ -361,9 +361,11 @@ def rounding_of(
     grid = grid_of(flavor, config.activations.grid, bits, scale)
     wide = Inventory.of(checkpoint.model).wide
     saved = verified.state["input_ranges"]
+    # Without a run they are from examples given to quantize_model, or from a loop of the user's own.
+    source = "as saved" if verified.state["step"] is None else "trained"
     own: dict[str, InputGrid | None] = {}
     unknown: dict[str, InputGrid] = {}
-    trained = {}
+    known = {}
     for name, weight in checkpoint.weights.items():
         if flavor == "nbits" or not multiplies_integers(verified.layers[name], weight):
             continue
@@ -375,20 +377,21 @@ def rounding_of(
         if found is None or found.scale != "static":
             continue
         if name in saved:
-            trained[name] = saved[name]
+            known[name] = saved[name]
         else:
             unknown[name] = found
     if not unknown:
-        return Rounding(grid, trained, "trained" if trained else "", target, own)
+        return Rounding(grid, known, source if known else "", target, own)
     logger.warning(
         "moq_hf: no ranges of the activations were trained%s: they are those of the %s compared; train with "
         "activations, or compare on data like that to be served",
-        f" in {', '.join(unknown)}" if trained else "",
+        f" in {', '.join(unknown)}" if known else "",
         reference.compared,
     )
-    source = "partly trained" if trained else "measured"
-    ranges = trained | reference.input_ranges(unknown)
-    return Rounding(grid, ranges, source, target, own)
+    ranges = known | reference.input_ranges(unknown)
+    return Rounding(
+        grid, ranges, f"partly {source}" if known else "measured", target, own
+    )
 
 
 def _check_integers(rewritten: Rewritten, flavor: Flavor) -> None:

@@ -131,8 +131,8 @@ class Rounding:
         grid: Their grid.
         ranges: For a static scale, the range of each layer's inputs by the layer's
             name, as `inputs.ranges_of` gives it.
-        source: Where the ranges come from: "trained", "measured", "partly trained", or
-            "" where there are none.
+        source: Where the ranges come from: "trained" in a run, "as saved" without one,
+            "measured", "partly trained", "partly as saved", or "" where there are none.
         target: The CPUs that the file is made for.
         own: The grids of layers that differ, by name; None for inputs that stay floats.
     """

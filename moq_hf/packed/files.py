@@ -126,7 +126,9 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except FileNotFoundError:
-        raise MoQError(f"{path} is missing: {_UNFINISHED}") from None
+        raise MoQError(
+            f"{path} is missing: {_UNFINISHED}; of a float model quantize_model, then save_quantized, make one"
+        ) from None
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from ..seams.transformers import attention_to_load, has_loss_of_its_own
 from ..text import counted, dtype_name
 from ..trained_scales import scales_of
 from ..training.measuring import ONE_AT_A_TIME, evaluating
-from ..training.samples import check_batch
+from ..training.samples import TEXTS, Examples, batches_for, kind_of_examples
 from ..weight_matrix import parameter_of
 from .differences import differences
 from .files import active_adapter
@@ -432,21 +432,23 @@ def _from_pretrained(model: nn.Module, folder: Path, **settings: Any) -> nn.Modu
     return cast(nn.Module, cls(str(folder), model_kwargs=settings, device="cpu"))
 
 
-def reference_to(model: nn.Module, inputs: Mapping[str, Any]) -> ReferenceOutputs:
-    """The answers of a model to a batch that a user gave.
+def reference_to(model: nn.Module, inputs: Examples) -> ReferenceOutputs:
+    """The answers of a model to the first batch of the examples that a user gave.
 
     Raises:
-        MoQError: It is not a batch, or the model cannot answer it.
+        MoQError: They are no examples, or the model cannot answer them.
     """
-    check_batch(inputs)
-    reference = ReferenceOutputs(model, inputs)
+    batches = batches_for(model, inputs, TEXTS)
+    if not batches:
+        raise MoQError("inputs hold no example")
+    reference = ReferenceOutputs(model, batches[0])
     error = reference.error
     if isinstance(error, MoQError):
         raise error
     if error is not None:
         raise MoQError(
-            f"inputs: the model cannot answer them ({one_line(error, named=True)[:300]}); give a batch as its forward "
-            'pass takes it, with tensors, as in tokenizer(text, return_tensors="pt")'
+            f"inputs: the model cannot answer them ({one_line(error, named=True)[:300]}); give "
+            f"{kind_of_examples(model)}"
         )
     return reference
 

@@ -47,6 +47,7 @@ from ..seams.transformers import (
 from ..text import quoted
 from ..trained_scales import scales_of
 from ..training.controller import MoQController, handed_dtype
+from ..training.samples import Examples
 from ..weight_matrix import parameter_of
 from ..weight_spec import WeightSpec
 from .card import how_to_load, write_card, write_run_card
@@ -145,7 +146,7 @@ def save_quantized(
     metrics: Mapping[str, Any] | None = None,
     float_metrics: Mapping[str, Any] | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
-    inputs: Mapping[str, Any] | None = None,
+    inputs: Examples | None = None,
     layout: Layout | None = None,
     max_shard_size: int | str | None = None,
 ) -> Path:
@@ -176,8 +177,9 @@ def save_quantized(
         state_dict: The model's float tensors, if they are not in the model itself: a
             dict, or a mapping that makes each when it is asked for. At most one of the
             layers' weights is in memory at a time then.
-        inputs: A batch as the model's forward pass takes it, to check the files with;
-            None does not load them.
+        inputs: Examples as `quantize_model` takes them, to check the files with: a
+            batch as the model's forward pass takes it, the first of several, or the
+            first 32 texts; None does not load the files.
         layout: How the files hold the weights: "packed", "unpacked" (unpacked while
             loading) or "floats"; None is the first of them that transformers can load.
             "gemma" is transformers' own `quant_method`, which loading leaves packed;
@@ -228,7 +230,8 @@ def save_quantized(
     done = saving.delivered(saved)
     text = f"moq_hf: saved in {done.path}. {done.closing()}"
     if inputs is None:
-        text += "\nProve it: save_quantized(..., inputs=batch) loads the files and compares their answers"
+        kind = "batch" if body_of(saving.whole_model) is None else "texts"
+        text += f"\nProve it: save_quantized(..., inputs={kind}) loads the files and compares their answers"
     tqdm.write(text)
     return done.path
 

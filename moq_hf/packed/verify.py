@@ -4,7 +4,7 @@ import copy
 import html
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +20,7 @@ from ..names import adapters, pretrained
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import never_saved, original_format, tied_parameters
 from ..text import megabytes, table
+from ..training.samples import Examples
 from ..weight_matrix import parameter_of
 from ..weight_spec import WeightSpec
 from .differences import differences
@@ -144,7 +145,7 @@ def verify_quantized(
     directory: str | os.PathLike[str],
     model: nn.Module | None = None,
     *,
-    inputs: Mapping[str, Any] | None = None,
+    inputs: Examples | None = None,
 ) -> Verification:
     """Read a packed checkpoint back and prove that each weight is on the grid that it declares.
 
@@ -155,8 +156,8 @@ def verify_quantized(
         directory: What `save_quantized` wrote.
         model: The model that was saved: its weights, as its forward pass uses them,
             must be those in the files.
-        inputs: A batch as the model's forward pass takes it: plain `from_pretrained`
-            loads the folder, and must give the same outputs.
+        inputs: Examples as `save_quantized` takes them: plain `from_pretrained` loads
+            the folder, and must give the same outputs.
 
     Returns:
         The layers with their sizes.

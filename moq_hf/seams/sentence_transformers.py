@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub import EvalResult, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
@@ -25,6 +25,8 @@ PIPELINES: dict[str | None, str] = {
     "CrossEncoder": "text-ranking",
     "SparseEncoder": "feature-extraction",
 }
+# The argument of the forward pass, which holds what `preprocess` makes.
+_FEATURES = "input"
 
 
 def body_of(model: nn.Module) -> PreTrainedModel | None:
@@ -38,6 +40,44 @@ def body_of(model: nn.Module) -> PreTrainedModel | None:
         return None
     body = getattr(next(model.children(), None), "auto_model", None)
     return body if isinstance(body, PreTrainedModel) else None
+
+
+def is_text(model: nn.Module, example: object) -> bool:
+    """True if a model of Sentence Transformers takes this as an example: a text, or a `CrossEncoder` a pair of them.
+
+    Relies on: The class name `CrossEncoder`.
+    Breaks: A reranker takes single texts as examples.
+    """
+    if not takes_pairs(model):
+        return isinstance(example, str)
+    is_pair = isinstance(example, list | tuple) and len(example) == 2
+    return is_pair and all(isinstance(text, str) for text in cast(Any, example))
+
+
+def takes_pairs(model: nn.Module) -> bool:
+    """True for a `CrossEncoder`; see `is_text`."""
+    return any(base.__name__ == "CrossEncoder" for base in type(model).__mro__)
+
+
+def batch_of_texts(model: Any, texts: list[Any]) -> dict[str, Any]:
+    """A batch as the forward pass of a model of Sentence Transformers takes it, of texts as `encode` takes them.
+
+    Relies on: `preprocess`, and `prompts` with the `default_prompt_name`, which `encode`
+    puts before each text.
+    Breaks: Texts that a user gives as inputs are one error, which says that the model
+    cannot answer them.
+    """
+    prompt = model.prompts.get(model.default_prompt_name)
+    return batch_of_features(model.preprocess(texts, prompt=prompt))
+
+
+def batch_of_features(features: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch as the forward pass takes it, of what `preprocess` made; of such a batch, the batch itself.
+
+    Relies on: The argument `input` of `BaseModel.forward`, which holds the features.
+    Breaks: The model cannot answer the inputs that a user gives, and an error says so.
+    """
+    return dict(features) if _FEATURES in features else {_FEATURES: dict(features)}
 
 
 class _First(nn.Module):

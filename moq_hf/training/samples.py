@@ -13,8 +13,17 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import MoQError
+from ..errors import MoQError, explained
+from ..names import uncompiled
+from ..seams.sentence_transformers import (
+    batch_of_features,
+    batch_of_texts,
+    body_of,
+    is_text,
+    takes_pairs,
+)
 from ..seams.transformers import FUSED_HEAD
+from .measuring import repeatable
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +31,11 @@ Batch = dict[str, Any]
 
 # Rows whose graph is in memory at one time.
 CHUNK = 16
+# Texts in a batch, as `encode` of Sentence Transformers has it.
+TEXTS = 32
+
+# What a user gives as examples; see `batches_for`.
+Examples = Mapping[str, Any] | Iterable[Any]
 
 
 class Samples:
@@ -158,28 +172,84 @@ def _do_nothing(*args: Any) -> None:
     return None
 
 
-def check_batch(inputs: object) -> None:
-    """Check that the inputs a user gave may be a batch: a mapping that contains tensors.
+def batches_for(model: nn.Module, inputs: Examples, rows: float) -> list[Batch]:
+    """The batches, as the model's forward pass takes them, of the first examples that a user gave.
+
+    Args:
+        model: Any model.
+        inputs: A batch or an iterable of batches; for a model of Sentence Transformers
+            also what its `preprocess` makes, or texts, of which `TEXTS` are a batch.
+        rows: How many examples are wanted; fewer are no error.
 
     Raises:
-        MoQError: It is not; says what it must be.
+        MoQError: They are of another kind; says what they must be.
 
-    >>> check_batch({"input_ids": [[1, 2]]})
+    >>> batches_for(nn.Linear(4, 2), {"input_ids": [[1, 2]]}, 1)
     Traceback (most recent call last):
     moq_hf.errors.MoQError: inputs must hold tensors, as in tokenizer(text, return_tensors="pt"): input_ids is a list
     """
+    model = uncompiled(model)
+    is_one = isinstance(inputs, Mapping | str | Tensor) or not isinstance(
+        inputs, Iterable
+    )
+    with repeatable():
+        found = first_batches([inputs] if is_one else inputs, rows)
+    if body_of(model) is None:
+        for batch in found:
+            _check_batch(batch, 'tokenizer(text, return_tensors="pt")')
+        return found
+    if all(isinstance(batch, Mapping) for batch in found):
+        for batch in found:
+            _check_batch(batch, "encoder.preprocess(texts)")
+        return [batch_of_features(batch) for batch in found]
+    wrong = [example for example in found if not is_text(model, example)]
+    if wrong:
+        raise MoQError(
+            f"inputs must be {kind_of_examples(model)}, or a batch that the model's preprocess made of them; got "
+            f"{type(wrong[0]).__name__}"
+        )
+    with explained("inputs: the model's own preprocess cannot read these texts"):
+        return [
+            batch_of_texts(model, found[start : start + TEXTS])
+            for start in range(0, len(found), TEXTS)
+        ]
+
+
+def kind_of_examples(model: nn.Module) -> str:
+    """What a user gives as `inputs` for a model, for messages."""
+    model = uncompiled(model)
+    if body_of(model) is None:
+        return (
+            "a batch as the model's forward pass takes it, with tensors, as in "
+            'tokenizer(text, return_tensors="pt")'
+        )
+    if takes_pairs(model):
+        return 'pairs of texts, as in [("a question", "an answer")]'
+    return 'texts, as in ["a text", "another"]'
+
+
+def _check_batch(inputs: object, example: str) -> None:
+    """Check that the inputs a user gave may be a batch: a mapping that contains tensors.
+
+    Raises:
+        MoQError: It is not; says what it must be, with an example.
+    """
+    if isinstance(inputs, str):
+        raise MoQError(
+            "inputs are texts, and this model takes tensors: tokenize them, as in "
+            'inputs=[tokenizer(text, truncation=True, return_tensors="pt") for text in texts]'
+        )
     if not isinstance(inputs, Mapping):
         raise MoQError(
             "inputs must be a batch as the model's forward pass takes it, a mapping of names to tensors, as in "
-            f'tokenizer(text, return_tensors="pt"); got {type(inputs).__name__}'
+            f"{example}; got {type(inputs).__name__}"
         )
     found: list[Tensor] = []
     recursively_apply(found.append, dict(inputs))
     if not found:
         names = [f"{name} is a {type(inputs[name]).__name__}" for name in inputs]
         raise MoQError(
-            'inputs must hold tensors, as in tokenizer(text, return_tensors="pt"): '
-            f"{', '.join(names) or 'they are empty'}"
+            f"inputs must hold tensors, as in {example}: {', '.join(names) or 'they are empty'}"
         )
 
 

@@ -385,7 +385,10 @@ def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.Captur
         with pytest.raises(MoQError, match=text):
             export_onnx(classifier, tmp_path / "out", **options)
     assert main(["export", str(tmp_path), "--to", "onnx", str(tmp_path / "out")]) == 2
-    assert "moq_state.json is missing" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert told.count("moq_state.json is missing") == 2
+    assert told.count("; of a float model quantize_model, then save_quantized, make one\n") == 2
     (tmp_path / "quantized").symlink_to(classifier)
     assert main(["inspect", str(tmp_path)]) == 2
     assert f"its packed model is {tmp_path / 'quantized'}" in capsys.readouterr().err

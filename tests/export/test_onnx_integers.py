@@ -17,7 +17,7 @@ from packed_bert import SHAPE, TOKENIZER, checkpoint, config_of
 from torch import nn
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, set_seed
 
-from moq_hf import MoQConfig, MoQError, save_quantized
+from moq_hf import MoQConfig, MoQError, quantize_model, save_quantized
 from moq_hf.export.compare import SENTENCES, Reference, load_checkpoint
 from moq_hf.export.onnx import _write_model, export_onnx, grid_of, rounding_of, traced
 from moq_hf.export.onnx_rewrite import (
@@ -238,7 +238,8 @@ def train_and_save(folder: Path, *without: str, **more: Any) -> tuple[Path, dict
         assert inputs is not None
         inputs.range = None
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    return save_quantized(model, folder, processing_class=tokenizer), controller.state_dict()["input_ranges"]
+    saved = save_quantized(model, folder, processing_class=tokenizer, controller=controller)
+    return saved, controller.state_dict()["input_ranges"]
 
 
 @pytest.fixture(scope="module")
@@ -335,6 +336,17 @@ def test_what_is_asked_for_is_written(
     assert export.activations == {"int8": words}
     scale, bits = asked.get("activation_scale"), asked.get("activation_bits")
     assert from_same_arithmetic(trained[0], export, "int8", scale=scale, bits=bits) < 1e-4
+
+
+def test_ranges_of_inputs_alone_are_not_said_to_be_trained(tmp_path: Path) -> None:
+    set_seed(0)
+    model = BertForSequenceClassification(BertConfig(**SHAPE))
+    inputs = {"input_ids": torch.tensor([[2, 5, 6, 7]])}
+    quantize_model(model, config_of(activation_quantization={"enabled": True, "bits": 8}), inputs=inputs)
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    source = save_quantized(model.eval(), tmp_path / "packed", processing_class=tokenizer)
+    found = export_onnx(source, tmp_path / "out", flavors=["int8"], cpu="avx2")
+    assert found.activations == {"int8": "static, 8 bits, ranges as saved, for avx2"}
 
 
 def test_without_training_a_static_range_is_measured_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

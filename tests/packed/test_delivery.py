@@ -394,7 +394,8 @@ def test_the_card_names_the_class_that_was_saved(cls: Any, config: Any, module: 
         ({}, r"inputs must hold tensors, as in tokenizer\(text, return_tensors=\"pt\"\): they are empty"),
         ({"input_ids": [[5, 6]]}, "inputs must hold tensors, .*: input_ids is a list"),
         ({"input_ids": np.ones((1, 4), int)}, "inputs must hold tensors, .*: input_ids is a ndarray"),
-        ("hi there", "inputs must be a batch as the model's forward pass takes it, .*; got str"),
+        ("hi there", r"inputs are texts, .*: tokenize them, as in inputs=\[tokenizer\(text, truncation=True, "),
+        ([], "inputs hold no example"),
         (torch.ones(1, 4).long(), "inputs must be a batch .*; got Tensor"),
         ({"input_ids": torch.ones(1, 4).long(), "attention_mask": [[1] * 4]}, "cannot answer them .* with tensors"),
         (

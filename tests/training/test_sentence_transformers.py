@@ -340,3 +340,129 @@ def test_scales_alone_train_without_checkpoints(tmp_path: Path) -> None:
     made.train()
     assert callback.delivered.proof.agrees
     assert len([p for p in made.model.parameters() if p.requires_grad]) == len(quant_layers(made.model))
+
+
+def finished(kind: str, folder: Path) -> Any:
+    """A tiny model of each class, which nothing trained."""
+    hf.set_seed(0)
+    if kind == "SentenceTransformer":
+        return encoder(folder).eval()
+    if kind == "CrossEncoder":
+        cls = hf.BertForSequenceClassification
+        return library.CrossEncoder(body(folder / "body", cls, num_labels=1), device="cpu").eval()
+    modules = [sparse_parts.MLMTransformer(body(folder / "body", hf.BertForMaskedLM)), sparse_parts.SpladePooling()]
+    return library.SparseEncoder(modules=modules, device="cpu").eval()
+
+
+def ranges_in(model: Any) -> dict[str, Any]:
+    return {name: layer.moq.inputs.range.tolist() for name, layer in quant_layers(model).items() if layer.moq.inputs}
+
+
+KINDS = ["SentenceTransformer", "CrossEncoder", "SparseEncoder"]
+STATIC = {"bits": 8, "embeddings": 8, "activations": {"bits": 8, "scale": "static"}}
+
+
+@noisy
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_the_inputs_of_a_finished_model(kind: str, tmp_path: Path, alone: Any) -> None:
+    texts: list[Any] = TEXTS
+    if kind == "CrossEncoder":
+        texts = list(zip(TEXTS, TEXTS[::-1], strict=True))
+    model = finished(kind, tmp_path)
+    forms = [
+        iter(texts),
+        texts,
+        Dataset.from_dict({"text": texts})["text"],
+        model.preprocess(texts),
+        [model.preprocess(texts)],
+        {"input": model.preprocess(texts)},
+    ]
+    found = [ranges_in(quantize_model(model, STATIC, inputs=form)) for form in forms]
+    assert found[0] and all(ranges == found[0] for ranges in found)
+    # The files say nothing of rounded inputs.
+    quantize_model(model, "w4", group_size=16, gptq=len(texts), inputs=texts)
+    folder = save_quantized(model, tmp_path / "packed", inputs=texts)
+    proof = verify_quantized(folder).proof
+    assert proof is not None and proof.agrees and proof.examples == len(texts)
+    for form in forms[1:]:
+        again = verify_quantized(folder, model, inputs=form).proof
+        assert again is not None and again.agrees and again.examples == len(texts)
+    assert np.array_equal(alone(kind, folder), answers(kind, model))
+
+
+@noisy
+def test_gptq_reads_as_many_texts_as_it_is_asked_for(tmp_path: Path) -> None:
+    many = TEXTS * 3
+    rounded = []
+    for texts in (many, many[:40]):
+        model = finished("SentenceTransformer", tmp_path)
+        quantize_model(model, bits=3, group_size=16, gptq=40, inputs=texts)
+        rounded.append({name: layer.quantized_weight()[0] for name, layer in quant_layers(model).items()})
+    assert all(torch.equal(rounded[0][name], weight) for name, weight in rounded[1].items())
+    model = finished("SentenceTransformer", tmp_path)
+    batches = [model.preprocess(many[:32]), model.preprocess(many[32:40])]
+    quantize_model(model, bits=3, group_size=16, gptq=40, inputs=batches)
+    assert all(
+        torch.equal(rounded[0][name], layer.quantized_weight()[0]) for name, layer in quant_layers(model).items()
+    )
+    # The first batch is compared.
+    folder = save_quantized(model, tmp_path / "packed", inputs=many)
+    assert verify_quantized(folder).proof.examples == 32
+
+
+@noisy
+def test_texts_have_the_prompt_that_encode_gives_them(tmp_path: Path) -> None:
+    found = []
+    for prompt, texts in (("nine ", TEXTS), ("", [f"nine {text}" for text in TEXTS])):
+        model = finished("SentenceTransformer", tmp_path)
+        model.prompts, model.default_prompt_name = {"given": prompt}, "given"
+        found.append(ranges_in(quantize_model(model, STATIC, inputs=texts)))
+    assert found[0] == found[1]
+
+
+@noisy
+@pytest.mark.parametrize(
+    ("kind", "inputs", "message"),
+    [
+        ("SentenceTransformer", [], "inputs hold no example$"),
+        (
+            "SentenceTransformer",
+            [1.0, 2.0],
+            r"inputs must be texts, as in \[.*\], or a batch .* preprocess .*; got float",
+        ),
+        ("SentenceTransformer", 7, "inputs must be texts, .*; got int"),
+        ("SentenceTransformer", torch.ones(2, 3), "inputs must be texts, .*; got Tensor"),
+        ("SentenceTransformer", [("one", "two")], "inputs must be texts, .*; got tuple"),
+        ("SentenceTransformer", {"input_ids": [[1, 2]]}, r"as in encoder.preprocess\(texts\): input_ids is a list"),
+        ("SentenceTransformer", {"pixels": torch.ones(2, 3)}, "cannot answer them.*; give texts, as in "),
+        ("CrossEncoder", ["one", "two"], r"inputs must be pairs of texts, as in \[\(.*; got str"),
+        ("CrossEncoder", ("one", "two"), "inputs must be pairs of texts, .*; got str"),
+        ("CrossEncoder", {"pixels": torch.ones(2, 3)}, "cannot answer them.*; give pairs of texts"),
+        ("SparseEncoder", [None], "inputs must be texts, .*; got NoneType"),
+    ],
+)
+def test_inputs_of_another_kind_are_one_error(kind: str, inputs: Any, message: str, tmp_path: Path) -> None:
+    model = finished(kind, tmp_path)
+    with pytest.raises(MoQError, match=message):
+        quantize_model(model, STATIC, inputs=inputs)
+    assert not quant_layers(model)
+    quantize_model(model, "w4", group_size=16)
+    with pytest.raises(MoQError, match=message):
+        save_quantized(model, tmp_path / "packed", inputs=inputs)
+    assert not (tmp_path / "packed").exists()
+
+
+@noisy
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [(kind, "pairs of texts" if kind == "CrossEncoder" else "texts") for kind in KINDS]
+)
+def test_what_gptq_and_the_proof_want_is_said(
+    kind: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = finished(kind, tmp_path)
+    with pytest.raises(
+        MoQError, match=f"give 4 of them to quantize_model as inputs=, {wanted}, as in .* leave gptq out"
+    ):
+        quantize_model(model, "w4", group_size=16, gptq=4)
+    save_quantized(quantize_model(model, "w4", group_size=16), tmp_path / "packed")
+    assert "Prove it: save_quantized(..., inputs=texts) loads" in capsys.readouterr().out
