@@ -407,7 +407,7 @@ def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.Captur
 def test_a_folder_is_refused_before_anything_is_asked_for(
     classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "onnx", None)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
     other = checkpoint(tmp_path / "other", hf.BertForMaskedLM(hf.BertConfig(**SHAPE)), config_of())
     with pytest.raises(MoQError, match="BertForMaskedLM is not exported"):
         export_onnx(other, tmp_path / "out")
@@ -415,7 +415,7 @@ def test_a_folder_is_refused_before_anything_is_asked_for(
     shutil.copytree(classifier, bare, ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(MoQError, match="no tokenizer"):
         export_onnx(bare, tmp_path / "out")
-    with pytest.raises(MoQError, match="onnx is not installed: pip install"):
+    with pytest.raises(MoQError, match="onnxruntime is not installed: pip install"):
         export_onnx(classifier, tmp_path / "out")
 
 
