@@ -313,9 +313,12 @@ def _export(directory: str, to: str, out: str | None = None, **options: Any) -> 
         raise MoQError(f"--to {to} takes no --{', --'.join(sorted(foreign))}")
     out = out or _beside(directory, "." if to == "gguf" else "-", to)
     if to == "gguf":
-        from .export.gguf import export_gguf
+        from .export.gguf import NoBaseError, export_gguf, no_base
 
-        print(export_gguf(directory, out, **options).table())
+        try:
+            print(export_gguf(directory, out, **options).table())
+        except NoBaseError:
+            raise MoQError(no_base("--converter", "--base")) from None
     elif to == "mlx":
         from .export.mlx import export_mlx
 

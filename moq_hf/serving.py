@@ -124,15 +124,16 @@ def _multiplies(server: Server, weight: WeightSpec) -> bool:
 def _reasons(model: Description, server: Server) -> list[str]:
     architecture = model.architecture
     reasons = [
-        f"{why}; other classes are served"
-        for why, classes in server.refused
-        if architecture in classes.split()
+        why for why, classes in server.refused if architecture in classes.split()
     ]
 
     if server.classes and (
         model.is_encoder_decoder or not re.search(server.classes, architecture)
     ):
         reasons.append(f"{architecture} is not exported; {server.instead}")
+    if reasons:
+        # No grid helps a class that is not served at all.
+        return reasons
     layout = LAYOUTS[model.layout]
     if server is not TRANSFORMERS and layout.is_for_transformers_alone:
         reasons.append(

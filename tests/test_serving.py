@@ -382,7 +382,23 @@ def test_conv1d_is_described_by_its_transpose() -> None:
     found = delivery.describe(take_inventory(model, config), config, 4).weights["transformer.h.0.attn.c_attn"]
     assert (found.kind, found.shape) == ("conv1d", (96, 32))
     with pytest.raises(MoQError, match="it takes no quantized Conv1D layers"):
-        quantize_model(model, moq(["onnxruntime"], quantize_group_size=32))
+        quantize_model(model, moq(["executorch"], quantize_group_size=32))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "server", "reason"),
+    [
+        ("BertForSequenceClassification", GGUF, "llama.cpp's converter drops the pooler, which this class needs"),
+        ("MptForCausalLM", VLLM, "it runs no model of this class, quantized or not"),
+        ("T5ForConditionalGeneration", MLX, f"T5ForConditionalGeneration is not exported; {MLX.instead}"),
+    ],
+)
+def test_a_class_that_is_not_served_gets_no_advice_on_its_grid(architecture: str, server: Server, reason: str) -> None:
+    weight = WeightSpec("linear", (30, 100), 7, Grid(PerGroup(10), symmetric=False), stored="packed")
+    found = verdict(Description(architecture, {"layer": weight}), server)
+    assert found.answer == "no" and found.reasons == [reason]
+    # Of a class that is served it has some.
+    assert verdict(Description("LlamaForCausalLM", {"layer": weight}), server).reasons
 
 
 def test_convolutions_are_described_by_their_matrices_as_floats() -> None:

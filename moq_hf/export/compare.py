@@ -17,11 +17,12 @@ import transformers
 from torch import Tensor, nn
 
 from .. import quantizer
+from ..config import MoQConfig
 from ..errors import MoQError, check_choice, explained, listed, read_json, require
 from ..grid import InputGrid
-from ..inputs import range_of
+from ..inputs import InputObserver, load_ranges, new_inputs, range_of
 from ..model.convert import dequantize_model
-from ..model.inventory import is_packed
+from ..model.inventory import Inventory, is_packed
 from ..packed.load_check import quiet
 from ..packed.pack import model_class, read_config
 from ..packed.reading import stored_weights
@@ -206,11 +207,15 @@ class Comparison:
             tokens that are not padding.
         agreement: Share of equal predictions; None if the model predicts no class.
         metrics: GLUE metrics, if the data has labels.
+        difference_in_float: The largest difference from the checkpoint's outputs with
+            inputs in float; another one only where the model was evaluated with rounded
+            inputs.
     """
 
     largest_difference: float
     agreement: float | None
     metrics: dict[str, float]
+    difference_in_float: float
 
     def cells(self) -> list[str]:
         """The difference, the agreement and the metrics, for a table."""
@@ -222,8 +227,40 @@ class Comparison:
         ]
 
 
+def rounded_inputs(checkpoint: Checkpoint) -> dict[str, InputObserver]:
+    """What rounds the inputs of a checkpoint's layers as it was evaluated, by layer; empty where they were floats."""
+    verified = checkpoint.verified
+    state = verified.state
+    config = MoQConfig.from_dict(state["config"])
+    step = state["step"]
+    if step is not None and step < config.activations.start_step:
+        return {}
+    wide = Inventory.of(checkpoint.model).wide
+    found = {}
+    for name, layer in verified.layers.items():
+        grid = config.input_grid_of(name, wide)
+        if grid is None or layer.kind != "linear":
+            continue
+        module = checkpoint.model.get_submodule(name)
+        scales = layer.grid.shape(*layer.shape)[1]
+        grid = grid.beside(layer.shape[1], scales)
+        found[name] = new_inputs(grid, module.weight)
+    load_ranges(found, state["input_ranges"])
+    return found
+
+
+def _round_input(
+    observer: InputObserver, module: nn.Module, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    rounded = observer.quantize(args[0], training=False)
+    return args if rounded is None else (rounded, *args[1:])
+
+
 class Reference:
     """The checkpoint's own answers in PyTorch, to compare those of exported models with.
+
+    They are those of the model as it was evaluated: where inputs were rounded, with
+    these.
 
     Args:
         checkpoint: The checkpoint.
@@ -234,6 +271,7 @@ class Reference:
         batches: The inputs.
         compared: The kind of inputs: "sentences" or "pictures".
         size: The number of inputs.
+        rounds: Whether the answers are those with rounded inputs.
         metrics: GLUE metrics, if the data has labels.
 
     Raises:
@@ -254,7 +292,16 @@ class Reference:
             self.batches = [random_pictures(checkpoint.model, checkpoint.processor)]
         else:
             self.batches = _tokenized(checkpoint, data, max_length)
-        self._answers = self._run()
+        self._answers = self._in_float = self._run()
+        rounded = rounded_inputs(checkpoint)
+        self.rounds = bool(rounded)
+        if rounded:
+            with contextlib.ExitStack() as hooks:
+                for name, observer in rounded.items():
+                    module = self._model.get_submodule(name)
+                    hook = functools.partial(_round_input, observer)
+                    hooks.callback(module.register_forward_pre_hook(hook).remove)
+                self._answers = self._run()
         self.metrics = self._metrics(self._answers)
 
     def input_ranges(self, grids: Mapping[str, InputGrid]) -> dict[str, Any]:
@@ -281,11 +328,12 @@ class Reference:
         rows = self._rows(outputs)
         answers = self._answers
         difference = float((rows - answers).abs().max())
+        in_float = float((rows - self._in_float).abs().max())
         agreement = None
         if self._predicts and rows.shape[-1] > 1:
             is_equal = rows.argmax(-1) == answers.argmax(-1)
             agreement = float(is_equal.double().mean())
-        return Comparison(difference, agreement, self._metrics(rows))
+        return Comparison(difference, agreement, self._metrics(rows), in_float)
 
     def _run(self) -> Tensor:
         """The answers to all batches."""

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from ..errors import MoQError, explained, listed, require
 from ..grid import FP4
+from ..model.sizes import percent
 from ..packed.differences import differences
 from ..packed.files import new_path, staged
 from ..packed.reading import read_parts
@@ -71,8 +72,9 @@ _NOT_COPIED = (
 _RELATIVE = 2.0**-7
 # It may have floats rounded to float16, whose smallest number this is.
 _ABSOLUTE = 2.0**-24
-# The name of llama.cpp's converter.
+# The name of llama.cpp's converter, and the repository that has it at its top.
 _CONVERTER = "convert_hf_to_gguf.py"
+_REPOSITORY = "https://github.com/ggml-org/llama.cpp"
 # Weights of a row that share a scale.
 _SIZE = 32
 # Twice the numbers of E2M1, in the order of their codes.
@@ -109,7 +111,8 @@ class GgufExport:
             f"{count} {kind}" for kind, count in sorted(self.types.items())
         )
         lines = [
-            f"{self.path}: {self.bytes:,} bytes, the base {self.base_bytes:,} ({self.bytes / self.base_bytes:.3f})",
+            f"{self.path}: {self.bytes:,} bytes, {percent(self.bytes / self.base_bytes)} of the base's "
+            f"{self.base_bytes:,}",
             f"tensors: {counts}",
             "read back: every code is that of the checkpoint",
             f"scales in float16: errors of weights up to {self.weight_error:.2g} steps",
@@ -150,22 +153,32 @@ def export_gguf(
         MoQError: The checkpoint is damaged, a grid does not fit any block, the base is
             another model's or quantized, a scale does not fit float16, `out` exists,
             the converter fails, or a library of the extra gguf is not installed.
+        NoBaseError: Neither `base` nor `converter` is given, or both are.
     """
     folder = Path(directory)
     new_path(out)
     check_taken(folder, GGUF)
     require("gguf", "gguf")
     if (base is None) == (converter is None):
-        raise MoQError(
-            "GGUF needs either llama.cpp's converter (moq-hf export DIR --to gguf --converter "
-            "llama.cpp/convert_hf_to_gguf.py) or base, the file that it made from the checkpoint as floats"
-        )
+        raise NoBaseError(no_base("converter", "base"))
     script = None if converter is None else _script_in(Path(converter))
     layers, weights = _codes_in(folder)
     with tempfile.TemporaryDirectory(prefix="moq-hf-") as place:
         if script is not None:
             base = _convert(folder, Path(place), script)
         return _export(folder, Path(out), Path(cast(str, base)), layers, weights)
+
+
+class NoBaseError(MoQError):
+    """Neither llama.cpp's converter nor the file that it made was given, or both were."""
+
+
+def no_base(converter: str, base: str) -> str:
+    """The text of `NoBaseError`, with the names of the two arguments as the caller spells them."""
+    return (
+        f"GGUF needs one of {converter} and {base}: the path of llama.cpp's {_CONVERTER}, which is in a clone of "
+        f"{_REPOSITORY}, or the file that it made from the checkpoint as floats"
+    )
 
 
 def _script_in(converter: Path) -> Path:
@@ -178,7 +191,7 @@ def _script_in(converter: Path) -> Path:
     script = converter / _CONVERTER if converter.is_dir() else converter
     if not script.is_file():
         raise MoQError(
-            f"{script} is not there: llama.cpp's repository has {_CONVERTER} at its top"
+            f"{script} is not there: {_CONVERTER} is in a clone of {_REPOSITORY}"
         )
     require("gguf", "sentencepiece")
     return script

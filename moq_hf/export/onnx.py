@@ -70,7 +70,8 @@ class Export:
         compared: What the models answered: "sentences" or "pictures".
         sentences: How many of them.
         activation_bits: Of the int8 flavor.
-        checkpoint_metrics: Of the checkpoint in PyTorch.
+        checkpoint_metrics: Of the checkpoint in PyTorch, as it was evaluated.
+        checkpoint_inputs: How inputs were rounded there, in words; empty for floats.
         bytes: Of each flavor's files; "float checkpoint" is what the float weights
             take.
         files: The file of each flavor; where a flavor has two, the second one's key
@@ -87,6 +88,7 @@ class Export:
     sentences: int
     activation_bits: int
     checkpoint_metrics: Mapping[str, float]
+    checkpoint_inputs: str
     bytes: dict[str, int]
     files: dict[str, str]
     layers: dict[str, Mapping[str, str]]
@@ -138,10 +140,18 @@ class Export:
         return rows
 
     def _notes(self) -> list[str]:
-        lines = [
+        evaluated = self.checkpoint_inputs
+        lines = [f"checkpoint: activations {evaluated or 'in float'}, as evaluated"]
+        lines += [
             f"{flavor}: activations {words}"
             for flavor, words in self.activations.items()
         ]
+        if evaluated:
+            lines += [
+                f"{flavor}: differs by {proof.difference_in_float:.2e} from the checkpoint with activations in float"
+                for flavor, proof in self.proofs.items()
+                if flavor not in self.activations
+            ]
         lines += [f"{path} is left out: {why}" for path, why in self.left_out.items()]
         if "weight-only" in self.files:
             lines.append(
@@ -175,7 +185,8 @@ def export_onnx(
             images, a decoder, or a base model.
         out: The folder to make, or an empty one.
         flavors: Some of "float", "weight-only", "int8", "nbits" and "qdq"; None is
-            weight-only and int8, or with `names="hub"` all that have a name there.
+            weight-only and int8, or with `names="hub"` all that have a name there, but
+            none that would multiply floats alone where integers are its purpose.
         names: "hub" names the files as transformers.js, Sentence Transformers,
             text-embeddings-inference and fastembed look for them, writes OpenVINO's
             format beside ONNX's where it is installed, and a card that says which file
@@ -189,8 +200,8 @@ def export_onnx(
             machine. qdq is for "vnni", and with `names="hub"` there is a file for each.
         data: Compared on; a model of pictures answers random ones instead.
         max_length: Tokens of an example, at most.
-        tolerance: Largest difference of the outputs that float and weight-only may
-            have.
+        tolerance: Largest difference that the outputs of float and weight-only may have
+            from the checkpoint's with inputs in float.
 
     Returns:
         Sizes, and the proof of each flavor.
@@ -200,9 +211,9 @@ def export_onnx(
             the differences are too large, the data does not fit, or onnx, onnxscript or
             onnxruntime are not installed.
     """
-    require("onnx", "onnxruntime", "onnxscript")
     check_choice("names", names, NAMED)
     named = tuple(dict.fromkeys(file.flavor for file in NAMED[names].values()))
+    is_default = flavors is None
     if flavors is None:
         flavors = named if names == "hub" else ("weight-only", "int8")
     for flavor in flavors or (None,):
@@ -214,7 +225,9 @@ def export_onnx(
             "qdq multiplies signed integers of 8 bits, which CPUs without VNNI do not do exactly: leave it out"
         )
     place = new_path(out)
+    # A folder that cannot be exported is refused before anything is to be installed.
     checkpoint = load_checkpoint(Path(directory))
+    require("onnx", "onnxruntime", "onnxscript")
     reference = Reference(checkpoint, data, max_length)
     config = MoQConfig.from_dict(checkpoint.verified.state["config"])
     trained = config.activations.grid
@@ -232,6 +245,7 @@ def export_onnx(
         sentences=reference.size,
         activation_bits=grid.bits,
         checkpoint_metrics=reference.metrics,
+        checkpoint_inputs=config.inputs_in_words if reference.rounds else "",
         bytes={"float checkpoint": checkpoint.verified.float_bytes},
         files={},
         layers={},
@@ -260,6 +274,8 @@ def export_onnx(
             name = path.relative_to(folder).as_posix()
             try:
                 check_possible(file, name, has_cache)
+                if rounding is not None:
+                    _check_integers(rewritten, flavor, is_default)
             except MoQError as error:
                 found.left_out[name] = str(error)
                 continue
@@ -269,7 +285,6 @@ def export_onnx(
             found.bytes[key] = _write_model(rewritten.model, path)
             if rounding is not None:
                 found.activations[key] = str(rounding)
-                _check_integers(rewritten, flavor)
             is_openvino = path.suffix == ".xml"
             with explained(f"the {flavor} model cannot be run"):
                 run = (openvino_runtime if is_openvino else onnx_runtime)(path)
@@ -281,15 +296,16 @@ def export_onnx(
             found.proofs[key] = proof
             if has_cache:
                 # Two answers, each as far as that from those without rounding.
-                rounded = 0.0 if rounding is None else 2 * proof.largest_difference
+                rounded = 0.0 if rounding is None else 2 * proof.difference_in_float
                 batch = reference.batches[0]
                 _check_cache(path, checkpoint.model, batch, tolerance + rounded)
-            # Without rounded inputs the model computes what the checkpoint does, so
-            # that a large difference is a fault. OpenVINO rounds them by itself.
+            # Without rounded inputs the model computes what the checkpoint does with
+            # inputs in float, so that a large difference is a fault. OpenVINO rounds
+            # them by itself.
             is_rounded = rounding is not None or is_openvino
-            if not is_rounded and not proof.largest_difference <= tolerance:
+            if not is_rounded and not proof.difference_in_float <= tolerance:
                 raise MoQError(
-                    f"the {flavor} model's outputs differ by {proof.largest_difference:.3g} from the checkpoint's, "
+                    f"the {flavor} model's outputs differ by {proof.difference_in_float:.3g} from the checkpoint's, "
                     f"more than the tolerance of {tolerance:g}: nothing is written to {out}"
                 )
         _write_rest(folder, checkpoint, found, tolerance)
@@ -394,14 +410,21 @@ def rounding_of(
     )
 
 
-def _check_integers(rewritten: Rewritten, flavor: Flavor) -> None:
-    """Warn of a model whose layers all multiply floats."""
-    if not rewritten.rounded:
-        logger.warning(
-            "moq_hf: the %s model multiplies no integers: all layers have more than 8 bits, are convolutions, or have "
-            "groups (group_size) that it does not take: int8 and qdq take none, nbits multiples of 32",
-            flavor,
-        )
+def _check_integers(rewritten: Rewritten, flavor: Flavor, is_default: bool) -> None:
+    """Warn of a model whose layers all multiply floats.
+
+    Raises:
+        MoQError: Nobody asked for it by name.
+    """
+    if rewritten.rounded:
+        return
+    why = (
+        "all layers have more than 8 bits, are convolutions, or have groups (group_size) that it does not take: int8 "
+        "and qdq take none, nbits multiples of 32"
+    )
+    if is_default:
+        raise MoQError(f"it would multiply no integers, and be no faster: {why}")
+    logger.warning("moq_hf: the %s model multiplies no integers: %s", flavor, why)
 
 
 def onnx_runtime(

@@ -261,6 +261,13 @@ def write_run_card(
     if "optimizer" in training:
         # The Trainer's own text shows a member of an enumeration.
         training["optimizer"] = OptimizerNames(run.args.optim).value
+    if training.get("training_steps") == run.state.global_step:
+        # The card has the steps that were taken.
+        del training["training_steps"]
+    warmup = "lr_scheduler_warmup_steps"
+    if warmup in training:
+        # A setting below 1 is a share of the steps.
+        training[warmup] = run.args.get_warmup_steps(run.state.max_steps)
     write_card(
         directory,
         data,

@@ -15,7 +15,7 @@ from ..errors import MoQError, listed
 from ..lora import is_merged
 from ..model.convert import dequantize_model
 from ..model.inventory import is_packed
-from ..model.sizes import covered
+from ..model.sizes import covered, percent
 from ..names import adapters, pretrained
 from ..schedule import FLOAT_BITS
 from ..seams.transformers import never_saved, original_format, tied_parameters
@@ -83,10 +83,10 @@ class Verification:
         after, before = self.quantized_bytes
         weights = sum(math.prod(layer.shape) for layer in self.layers.values())
         return [
-            f"{len(self.layers)} quantized layers: {after:,} bytes, {before:,} before ({after / before:.3f}); "
-            f"{8 * after / weights:.3f} bits a weight",
+            f"{len(self.layers)} quantized layers: {after:,} bytes, {before:,} before "
+            f"({percent(after / before)} of float); {8 * after / weights:.3f} bits a weight",
             f"all weights: {self.file_bytes:,} bytes, {self.float_bytes:,} before "
-            f"({self.file_bytes / self.float_bytes:.3f})",
+            f"({percent(self.file_bytes / self.float_bytes)} of float)",
             f"quantized: {self.coverage()}; mean {self.mean_bits:.2f} bits over the whole model",
         ]
 

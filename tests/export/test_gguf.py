@@ -357,10 +357,13 @@ def test_the_command(
     assert out.read_bytes() == exported.path.read_bytes()
     assert "read back: every code is that of the checkpoint" in capsys.readouterr().out
     for words, what in (
-        (["--to", "gguf", str(tmp_path / "new.gguf")], "--converter llama.cpp/convert_hf_to_gguf.py) or base"),
+        (
+            ["--to", "gguf", str(tmp_path / "new.gguf")],
+            "GGUF needs one of --converter and --base: the path of llama.cpp's",
+        ),
         (
             ["--to", "gguf", str(tmp_path / "new.gguf"), "--base", "a", "--converter", "b"],
-            "GGUF needs either llama.cpp's converter",
+            "convert_hf_to_gguf.py, which is in a clone of https://github.com/ggml-org/llama.cpp, or the file",
         ),
         (["--to", "gguf", str(out), "--base", str(base), "--flavors", "int8"], "--to gguf takes no --flavors"),
         (["--to", "onnx", str(out), "--base", str(base)], "--to onnx takes no --base"),
@@ -383,6 +386,13 @@ def test_a_format_is_refused_before_anything_is_asked_for(tmp_path: Path, monkey
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(MoQError, match="it does not take fp8"):
         export_gguf(folder, tmp_path / "out.gguf")
+
+
+def test_the_base_that_is_missing_is_named_as_arguments_are_in_python(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(MoQError, match="GGUF needs one of converter and base: the path"):
+        export_gguf(checkpoint, tmp_path / "out.gguf")
+    with pytest.raises(MoQError, match=r"is not there: convert_hf_to_gguf\.py is in a clone of https://github"):
+        export_gguf(checkpoint, tmp_path / "out.gguf", converter=tmp_path)
 
 
 def test_names_of_models_with_parts_and_without_heads(base: Path) -> None:

@@ -407,6 +407,21 @@ def test_wrong_arguments(classifier: Path, tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_is_refused_before_anything_is_asked_for(
+    classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    other = checkpoint(tmp_path / "other", hf.BertForMaskedLM(hf.BertConfig(**SHAPE)), config_of())
+    with pytest.raises(MoQError, match="BertForMaskedLM is not exported"):
+        export_onnx(other, tmp_path / "out")
+    bare = tmp_path / "bare"
+    shutil.copytree(classifier, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(MoQError, match="no tokenizer"):
+        export_onnx(bare, tmp_path / "out")
+    with pytest.raises(MoQError, match="onnxruntime is not installed: pip install"):
+        export_onnx(classifier, tmp_path / "out")
+
+
 def files_in(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 

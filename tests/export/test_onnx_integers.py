@@ -316,7 +316,8 @@ def test_trained_ranges_are_those_of_the_files(trained: tuple[Path, dict[str, fl
         assert found and found == {key: expected[key] for key in found}
     for flavor in ("int8", "qdq"):
         same = from_same_arithmetic(folder, export, flavor)  # type: ignore[arg-type]
-        assert same < 1e-5 < export.proofs[flavor].largest_difference
+        proof = export.proofs[flavor]
+        assert same < 1e-5 < proof.difference_in_float and proof.largest_difference == same
     graph = onnx.load(tmp_path / "out" / "model_qdq.onnx").graph
     assert {node.domain for node in graph.node} <= {"", "ai.onnx"}
     assert {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in graph.node}
@@ -418,3 +419,65 @@ def test_layers_that_share_their_input_share_its_codes(guarded: bytes) -> None:
     # Query, key and value; attention's output, both of the feed-forward network, and the pooler.
     assert kinds.count("MatMulIntegerToFloat") == 7 and kinds.count("DynamicQuantizeLinear") == 5
     assert TensorProto.UINT8 not in {v.data_type for v in model.graph.initializer if v.name.endswith(".codes")}
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"enabled": True},
+        {"enabled": True, "scale": "per_token"},
+        {"enabled": True, "symmetric": False},
+        {"enabled": True, "scale": "per_tensor"},
+        {"enabled": True, "scale": "per_token", "bits": 4, "wide_bits": 8},
+    ],
+)
+def test_files_are_compared_with_the_model_as_it_was_evaluated(section: dict[str, Any], tmp_path: Path) -> None:
+    """With rounded inputs, as plain transformers computes where a folder has a place for them."""
+    folder, _ = train_and_save(tmp_path / "packed", activation_quantization=section)
+    loaded = load_checkpoint(folder)
+    reference = Reference(loaded, SENTENCES, 128)
+    assert reference.rounds
+    if loaded.verified.state["rounds_inputs"]:
+        model = BertForSequenceClassification.from_pretrained(folder).eval()
+        with torch.no_grad():
+            served = torch.cat([model(**batch).logits for batch in reference.batches])
+        torch.testing.assert_close(reference._answers, served, rtol=0, atol=2e-6)
+    export = export_onnx(folder, tmp_path / "out", cpu="avx2")
+    int8, weight_only = export.proofs["int8"], export.proofs["weight-only"]
+    assert int8.agreement == 1.0
+    assert int8.largest_difference == from_same_arithmetic(folder, export, "int8") < 0.5 * int8.difference_in_float
+    # Without rounded inputs its answers are others, and only that.
+    assert weight_only.difference_in_float < 1e-6 < weight_only.largest_difference
+    words = MoQConfig.from_dict(loaded.verified.state["config"]).inputs_in_words
+    assert f"checkpoint: activations {words}, as evaluated" in export.table()
+    told = (
+        f"weight-only: differs by {weight_only.difference_in_float:.2e} from the checkpoint with activations in float"
+    )
+    assert told in export.table()
+
+
+def test_inputs_that_no_step_rounded_are_floats(tmp_path: Path) -> None:
+    section = {"enabled": True, "start_step": 2}
+    folder, _ = train_and_save(tmp_path / "packed", activation_quantization=section)
+    loaded = load_checkpoint(folder)
+    assert Reference(loaded, SENTENCES, 128).rounds
+    loaded.verified.state["step"] = 1
+    assert not Reference(loaded, SENTENCES, 128).rounds
+
+
+def test_a_file_that_would_multiply_no_integers_is_written_only_where_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(quantize_group_size=32)
+    shape = {**SHAPE, "hidden_size": 64, "intermediate_size": 128}
+    source = checkpoint(tmp_path / "packed", BertForSequenceClassification(BertConfig(**shape)), config, [4])
+    export = export_onnx(source, tmp_path / "default", cpu="avx2")
+    assert export.files == {"weight-only": "model.onnx"} and not caplog.messages
+    assert not (tmp_path / "default" / "model_int8.onnx").exists()
+    why = "model_int8.onnx is left out: it would multiply no integers, and be no faster: all layers have"
+    assert why in export.table() and "checkpoint: activations in float, as evaluated" in export.table()
+    hub = export_onnx(source, tmp_path / "hub", names="hub")
+    assert not any("int8" in key for key in hub.files) and "nbits" in hub.files
+    asked = export_onnx(source, tmp_path / "asked", flavors=["int8"], cpu="avx2")
+    assert asked.files == {"int8": "model_int8.onnx"}
+    assert "the int8 model multiplies no integers: all layers have" in caplog.text

@@ -1,6 +1,7 @@
 """What a training run leaves behind: the packed model of the right step, with its history, metrics and card."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,17 @@ def test_layers_quantized_before_a_float_run_are_saved_packed(tmp_path: Path) ->
 
 
 def test_a_run_that_ends_early_packs_the_bits_it_has_and_its_card_says_what_was_trained(tmp_path: Path) -> None:
-    trainer = trained(stock(tmp_path, max_steps=5, learning_rate=0.003))
+    trainer = trained(stock(tmp_path, max_steps=5, learning_rate=0.003, warmup_steps=0.4))
     folder = tmp_path / "quantized"
     found = verify_quantized(folder, trainer.model)
     assert {layer.bits for layer in found.layers.values()} == {5}
     card = ModelCard.load(folder / "README.md")
     assert card.data.pipeline_tag == "text-classification"
     assert "- learning_rate: 0.003" in card.text and "- optimizer: adamw" in card.text
+    # The steps once, as whole numbers.
+    assert "- optimizer steps: 5\n" in card.text and "training_steps" not in card.text
+    assert "- lr_scheduler_warmup_steps: 2\n" in card.text
+    assert re.search(r"\d before \(\d+\.\d % of float\); ", card.text)
     # Only the keys that were changed; the bits always.
     written = json.loads(card.text.split("```json\n")[1].split("```")[0])
     config = MoQConfig.from_dict(CONFIG)
