@@ -53,11 +53,10 @@ SCALES_RATE = 1e-3
 # What matters most comes first, as a run takes minutes.
 PLAN = (
     *((ROUNDED, form) for form in ("4", "2", "3", "w4a8", "w4a4")),
-    *((arm, "2") for arm in (GPTQ, TAUGHT)),
-    *((arm, "4") for arm in (GPTQ, TAUGHT)),
-    (TAUGHT, "w4a4"),
+    *((TAUGHT, form) for form in ("2", "4", "w4a4")),
+    *((GPTQ, form) for form in ("2", "4", "3")),
     (SCALES, "2"),
-    *((arm, "3") for arm in (GPTQ, TAUGHT)),
+    (TAUGHT, "3"),
     *((TRAINED, form) for form in ("4", "2")),
     (TAUGHT_FROM_GPTQ, "2"),
     (TAUGHT, "w4a8"),

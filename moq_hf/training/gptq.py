@@ -19,6 +19,7 @@ from ..quantized_weight import QuantizedWeight
 from ..seams.transformers import prepared_inputs
 from ..weight_matrix import from_rows, to_rows
 from .measuring import eager, evaluating
+from .replay import Replay
 from .samples import first_batches
 
 
@@ -111,10 +112,17 @@ def round_weights(
         MoQError: The inputs of a layer are not finite.
     """
     waiting = list(layers)
+    replay = Replay(model)
     # From pass to pass only what was rounded in between is quantized again.
     with hold_quantized(model):
         while waiting:
-            moment, shared = _moment(model, waiting, batches, run)
+            try:
+                moment, shared = _moment(model, waiting, batches, run, replay)
+            except Exception:
+                if not replay.has_answers:
+                    raise
+                replay.give_up()
+                continue
             for layer in waiting[:shared]:
                 _round(layer, moment)
             del waiting[:shared]
@@ -125,6 +133,7 @@ def _moment(
     layers: Sequence[QuantizedWeight],
     batches: Sequence[Any],
     run: Callable[[nn.Module, Any], object],
+    replay: Replay,
 ) -> tuple[Tensor, int]:
     """The second moment of the first layer's inputs, and how many layers, with it and next to it, have these inputs.
 
@@ -148,6 +157,8 @@ def _moment(
         if shared is not None:
             raise _StopForward
         shared = inputs = args[0]
+        replay.check(inputs)
+        replay.note_change()
         if isinstance(mask, Tensor) and mask.shape == inputs.shape[:-1]:
             # Padding does not count.
             inputs = inputs[mask.bool()]
@@ -156,6 +167,7 @@ def _moment(
 
     def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if shared is None:
+            replay.note_change()
             return
         if args[0] is not shared:
             raise _StopForward
@@ -172,9 +184,9 @@ def _moment(
             hooks.enter_context(layer.module.register_forward_pre_hook(note))
         # A pass that calls none of them ends before the loss.
         hooks.enter_context(model.register_forward_hook(stop))
-        for batch in batches:
+        for index, batch in enumerate(batches):
             shared = None
-            with contextlib.suppress(_StopForward):
+            with contextlib.suppress(_StopForward), replay.on_batch(index):
                 # Some losses pop the labels from their batch.
                 run(model, copy.copy(batch))
     if is_distributed():

@@ -1,5 +1,7 @@
 """Runs that start from GPTQ: what it makes of weights, from which inputs, when, and what it refuses."""
 
+import copy
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from accelerate import Accelerator
 from tiny_runs import arguments, assert_same, callback_of, moq, new_model, no_dropout, rows, trained, weights
 from torch import nn
 from transformers import DataCollatorWithPadding, Trainer
 
-from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, quantizer
+from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, quantize_model, quantizer
 from moq_hf.grid import Grid, Grouping, PerChannel, PerGroup, RowBlocks
 from moq_hf.model.convert import quant_layers
+from moq_hf.training import replay
 from moq_hf.training.samples import first_batches
 
 Calls = list[tuple[torch.Tensor, int]]
@@ -245,3 +249,56 @@ def test_what_cannot_be_rounded_so_is_an_error_before_the_first_step(tmp_path: P
         trainer.train()
     with pytest.raises(MoQError, match="gptq"):
         MoQConfig(gptq=-1)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+T5 = {"vocab_size": 100, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+# DeBERTa's convolution, after its second block, reads what the first one answered.
+SKIPS = hf.DebertaV2Config(**SMALL, conv_kernel_size=3)
+
+
+@pytest.mark.parametrize(
+    ("config", "skips"),
+    [
+        (hf.LlamaConfig(**SMALL), False),
+        (hf.AlbertConfig(**SMALL, embedding_size=16), False),
+        (hf.T5Config(**T5, decoder_start_token_id=0), False),
+        (SKIPS, True),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_blocks_that_are_done_are_not_computed_again(config: Any, skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the weights are those that whole passes give, bit for bit."""
+    hf.set_seed(0)
+    model = hf.AutoModel.from_config(config)
+    whole = copy.deepcopy(model)
+    words = torch.randint(5, 90, (3, 2, 16))
+    names = ("input_ids", "decoder_input_ids")[: 1 + config.is_encoder_decoder]
+    batches = [dict.fromkeys(names, ids) for ids in words]
+    calls: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    gave_up: list[bool] = []
+    give_up = replay.Replay.give_up
+
+    def noted(self: replay.Replay) -> None:
+        gave_up.append(True)
+        give_up(self)
+
+    monkeypatch.setattr(replay.Replay, "give_up", noted)
+    quantize_model(model, bits=3, embeddings=None, inputs=batches, gptq=6)
+    assert bool(gave_up) == skips
+    monkeypatch.setattr(replay, "_outermost_lists", lambda model: [])
+    quantize_model(whole, bits=3, embeddings=None, inputs=batches, gptq=6)
+    assert_same(model.state_dict(), whole.state_dict())
+    if config.model_type == "llama":
+        # Once to try the batches, once for each of the four inputs in a block, and once to be kept.
+        assert calls["layers.0.self_attn.q_proj"] == len(batches) * 6
