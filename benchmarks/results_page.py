@@ -118,19 +118,34 @@ def first_page() -> list[list[Any]]:
         ["what is delivered", "size, MB", "in ONNX Runtime, ms", "float", "rounded", "trained by moq_hf"]
     ]
     times = document("served_inputs")["times"]["ONNX Runtime"]["threads: 1"]["1 x 32"]
-    size = document("sizes")["models"]["all-mpnet-base-v2"]
-    floats = base_floats()
-    for name, (form, in_sizes, file) in FIRST_PAGE.items():
-        bits, groups = BASE_FORMS[form]
-        ways = (floats, base_rounded(groups, bits), base_trained(groups, bits))
-        sizes = f"{size['forms'][in_sizes] / 1e6:.0f} (float {size['float'] / 1e6:.0f})"
+    models = document("sizes")["models"]
+    encoder, language = models["all-mpnet-base-v2"], models["SmolLM2-135M"]
+    for name, (form, of_size, file) in FIRST_PAGE.items():
+        scores_of = [f"{mean(own):.1f}" if own else "" for own in first_page_scores(form)]
         speed = f"{times[file]['ms']:.0f} (float {times['float']['ms']:.0f})" if file else ""
-        found.append([name, sizes, speed, *(f"{mean(scores):.1f}" if scores else "" for scores in ways)])
-    small = document("sizes")["models"]["all-MiniLM-L6-v2"]
-    floats = on_a_gpu(ALL, FLOAT_NO_DROPOUT)
-    cells = [mean(floats), *(mean(on_a_gpu(ALL, RECIPES[name], 2)) for name in ("rounding", "moq_hf"))]
-    sizes = f"{small['tables at 8 bits']['2'] / 1e6:.0f} (float {small['float'] / 1e6:.0f})"
-    return [*found, ["2-bit weights per channel", sizes, "", *(f"{score:.1f}" for score in cells)]]
+        found.append([name, in_megabytes(encoder, of_size), speed, *scores_of])
+    lines = Lines(RESULTS / "language_models.jsonl").lines
+    for name, (form, of_size) in FIRST_PAGE_LANGUAGE.items():
+        arms = ((language_models.FLOAT, ""), (language_models.ROUNDED, form), (language_models.TAUGHT, form))
+        cells = [language_models.cell(lines, *arm) for arm in arms]
+        found.append([name, in_megabytes(language, of_size), "", *cells])
+    return found
+
+
+def in_megabytes(size: Mapping[str, Any], form: str) -> str:
+    """What a form of a model takes, and the model in float."""
+    return f"{size['forms'][form] / 1e6:.0f} (float {size['float'] / 1e6:.0f})"
+
+
+def first_page_scores(form: str) -> list[dict[int, float]]:
+    """The scores of float, and of a form rounded and trained, by the seeds that all rows of page one have."""
+    floats = base_floats()
+    forms = [BASE_FORMS[form] for form, *_ in FIRST_PAGE.values()]
+    ways = [way(groups, bits) for bits, groups in forms for way in (base_rounded, base_trained)]
+    seeds = set(floats).intersection(*filter(None, ways))
+    bits, groups = BASE_FORMS[form]
+    own = (floats, base_rounded(groups, bits), base_trained(groups, bits))
+    return [{seed: scores[seed] for seed in sorted(seeds & scores.keys())} for scores in own]
 
 
 def equal_steps() -> list[list[Any]]:
@@ -583,6 +598,11 @@ FIRST_PAGE = {
     "8-bit weights, 8-bit static inputs, symmetric": ("8 bits; 8, static symmetric", "w8a8", "w8a8, symmetric, int8"),
     "the same with a zero point (`w8a8`)": ("`w8a8`: 8 bits; 8, static asymmetric", "w8a8", "w8a8, int8"),
     "2-bit weights in groups of 32": ("2 bits, groups of 32", "2 bits, groups of 32", ""),
+}
+# Of the language model: form of `language_models`, and that of its size.
+FIRST_PAGE_LANGUAGE = {
+    "a language model at 4 bits in groups of 32: perplexity": ("4", "4 bits, groups of 32"),
+    "the same at 2 bits": ("2", "2 bits, groups of 32"),
 }
 
 

@@ -1,9 +1,9 @@
-"""Sizes of delivered files: `model.safetensors` of three encoders with random weights, in float and quantized.
+"""Sizes of delivered files: `model.safetensors` of three encoders and a language model, in float and quantized.
 
     python benchmarks/sizes.py
 
-Bytes follow from shapes alone, so no pretrained model is needed. `forms` are those of docs/results/rounded-inputs.md,
-with tables at 8 bits as presets have them, and a small model with tables at 4 bits. Models that are not named keep what
+Bytes follow from shapes alone, so weights are random. `forms` are those of docs/results/rounded-inputs.md: tables of
+encoders have 8 bits as in presets, or 4, that of the language model is in float. Models that are not named keep what
 the file says of them.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from environment import environment, write
-from transformers import AutoModelForSequenceClassification, BertConfig, MPNetConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, LlamaConfig, MPNetConfig
 
 from moq_hf import quantize_model, save_quantized
 
@@ -28,6 +28,15 @@ MODELS = {
     ),
     "BERT-base": BertConfig(),
     "all-mpnet-base-v2": MPNetConfig(vocab_size=30527, max_position_embeddings=514, num_labels=1),
+    "SmolLM2-135M": LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    ),
 }
 BITS = (8, 4, 3, 2)
 # Those with one scale per channel at all of these bits.
@@ -42,6 +51,9 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
         "w4a4": {"config": "w4a4"},
         **{f"{bits} bits, groups of 32": {"bits": bits, "group_size": 32} for bits in (4, 3, 2)},
     },
+    "SmolLM2-135M": {
+        f"{bits} bits, groups of 32": {"bits": bits, "group_size": 32, "embeddings": None} for bits in (4, 3, 2)
+    },
 }
 
 
@@ -50,11 +62,17 @@ def file_bytes(folder: Path) -> int:
     return (folder / "model.safetensors").stat().st_size
 
 
+def new_model(config: Any) -> Any:
+    """A model of random weights, with the head that the tables' figures are of."""
+    kind = AutoModelForCausalLM if isinstance(config, LlamaConfig) else AutoModelForSequenceClassification
+    return kind.from_config(config).eval()
+
+
 def delivered(config: Any, keywords: Mapping[str, Any]) -> int:
     """Bytes of a model in the form that these keywords of `quantize_model` give it."""
     # A quantized model refers to itself.
     gc.collect()
-    model = quantize_model(AutoModelForSequenceClassification.from_config(config).eval(), **keywords)
+    model = quantize_model(new_model(config), **keywords)
     with tempfile.TemporaryDirectory() as folder:
         return file_bytes(Path(save_quantized(model, folder + "/packed")))
 
@@ -74,7 +92,7 @@ def measure(name: str, every: Sequence[int]) -> dict[str, Any]:
     """Bytes of one model, at each of these bits and in its other forms."""
     config = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
-        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+        new_model(config).save_pretrained(folder)
         found: dict[str, Any] = {"float": file_bytes(Path(folder))}
     if name in PER_CHANNEL:
         for tables, bits_of_tables in (("tables in float", None), ("tables at 8 bits", 8)):

@@ -851,7 +851,7 @@ def _warn_of_float_inputs(saving: _Saving) -> None:
     }
     if not rounded:
         return
-    why = "no packed folder can say how these are rounded"
+    why = "no packed folder of this form can say how; the int8 file of moq-hf export does it"
     if any(
         own.grid.scale == "static" and own.range is None for own in rounded.values()
     ):
