@@ -76,7 +76,8 @@ _WORDS = {
     "processing_class optimizers",
     "it is processing_class of the Trainer": "tokenizer",
     "it is an argument of PEFT's LoraConfig": "lora_r lora_alpha lora_dropout",
-    "it is an argument of MoQTrainer: a callback cannot change the loss": "float_first teacher teacher_init_kwargs",
+    "it is an argument of MoQTrainer or MoQMixin: a callback cannot change the loss": "float_first teacher "
+    "teacher_init_kwargs",
     f'it is a section of a document, which comes first: MoQConfig({{"{dialect.SECTION}": ...}})': dialect.SECTION,
 }
 # Two ways to say which weights share a scale.
@@ -398,7 +399,7 @@ def nearest(word: Any, words: Iterable[str], cutoff: float = 0.6) -> str | None:
     # Such a long text is not a misspelt word, and comparing it takes time.
     if not isinstance(word, str) or len(word) > 80:
         return None
-    return next(iter(difflib.get_close_matches(word, words, 1, cutoff)), None)
+    return next(iter(difflib.get_close_matches(word.lower(), words, 1, cutoff)), None)
 
 
 def legal(schema: Mapping[str, Any]) -> str:

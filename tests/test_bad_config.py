@@ -444,7 +444,10 @@ def moq(**arguments: Any) -> Any:
         (moq(sym=True), ['sym: unknown key; write q_type="asymmetric", or "symmetric"']),
         (
             moq(float_first=True),
-            ["float_first: unknown key; it is an argument of MoQTrainer: a callback cannot change the loss"],
+            [
+                "float_first: unknown key; it is an argument of MoQTrainer or MoQMixin: a callback cannot change the "
+                "loss"
+            ],
         ),
         (moq(bits="4"), ['bits: "4" is not legal', "(write 4)"]),
         (moq(serve="vllm"), ['(write ["vllm"])']),

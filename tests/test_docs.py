@@ -476,7 +476,7 @@ def prepared(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
             made[part].save_pretrained("Qwen/Qwen3-0.6B")
         from trl import SFTConfig
 
-        sft_args = SFTConfig("runs/chat", max_steps=20, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True)
+        sft_args = SFTConfig("runs/chat", max_steps=40, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True)
         found |= {"classifier": copy.deepcopy(model), "batch": batch, "sft_args": sft_args}
         found["dialogues"] = made["dialogues"]
     if page.name == "resume.md":

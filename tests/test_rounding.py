@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import model_zoo
 import pytest
 import torch
 from sentences import body
@@ -167,6 +168,13 @@ def test_it_says_what_is_quantized_and_what_stays_in_float(
     out = capsys.readouterr().out
     assert re.match(f"moq_hf: {told}", out, re.MULTILINE) if told else not out
     assert out.count("\n") == bool(told)
+
+
+def test_scales_too_coarse_for_a_language_model_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """An encoder loses next to nothing there (docs/results), and groups are the remedy."""
+    for config, is_told in ({"bits": 4}, True), ({"bits": 8}, False), ("lm-w4", False), ({"format": "mxfp4"}, False):
+        quantize_model(model_zoo.new_model("Llama", "causal LM"), config)
+        assert ("one scale per channel loses much" in capsys.readouterr().out) == is_told
 
 
 def test_one_process_says_it_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

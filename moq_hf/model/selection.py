@@ -403,6 +403,12 @@ def is_encoder(inventory: Inventory) -> bool:
     return bool(models) and not any(map(_decodes, models))
 
 
+def has_decoder(inventory: Inventory) -> bool:
+    """True if a model is, or contains, a decoder of transformers, such as a language model."""
+    models = [m for m in inventory.modules.values() if isinstance(m, PreTrainedModel)]
+    return any(map(_decodes, models))
+
+
 def _decodes(model: PreTrainedModel) -> bool:
     config = model.config
     kind = type(config)

@@ -257,6 +257,15 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise MoQError(
             f"{folder} is the folder of a run: its packed model is {delivered}"
         )
+    config = folder / CONFIG
+    if (
+        not path.exists()
+        and config.is_file()
+        and "quantization" in read_document(config)
+    ):
+        raise MoQError(
+            f"{folder} was written for MLX, and was compared with its packed folder then; give that one"
+        )
     state = read_document(path)
     if state.get("digest") != _digest(state):
         raise MoQError(f"{path} is damaged: its digest does not fit its content")

@@ -117,7 +117,8 @@ def load_teacher(
             )
     elif not isinstance(source, PreTrainedModel):
         raise MoQError(
-            f"distillation: the teacher must be a transformers model, got {type(source).__name__}"
+            f"distillation: the teacher must be a transformers model, got {type(source).__name__}; of a PEFT model "
+            "give what merge_and_unload() returns"
         )
     _check_teacher(student, teacher, config, _COMMON)
     ours = student.config.id2label

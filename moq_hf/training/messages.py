@@ -13,7 +13,7 @@ from ..config_fields import DistillationConfig, Speller
 from ..errors import MOST_FAULTS, shortened
 from ..model import delivery
 from ..model.inventory import Inventory, is_convolution
-from ..model.selection import widest_codes
+from ..model.selection import has_decoder, widest_codes
 from ..model.sizes import TABLE, ModelSizes, percent
 from ..processes import shape_of
 from ..schedule import FLOAT_BITS, PrecisionSchedule, Switch
@@ -55,9 +55,20 @@ def summary(
         if blocks:
             computes = delivery.inputs_in_words(inventory, config)
             parts.append(f"the delivered folder computes with {computes}")
+    if not blocks and _has_coarse_scales(inventory, config):
+        parts.append(
+            "one scale per channel loses much in language models at so few bits: group_size=32, as in lm-w4, loses less"
+        )
     parts.append(f"quantized: {sizes.coverage}")
     parts += _left_in_float(inventory, config, sizes) or ["no layer is left out"]
     return "; ".join(parts)
+
+
+def _has_coarse_scales(inventory: Inventory, config: MoQConfig) -> bool:
+    """True for a decoder whose integers of 4 bits and fewer have one scale per channel."""
+    has_groups = config.group_size is not None or config.grid is not None
+    few = min(config.targets, default=FLOAT_BITS) <= 4
+    return few and config.format == "int" and not has_groups and has_decoder(inventory)
 
 
 def _layers_in_words(inventory: Inventory, config: MoQConfig, blocks: int) -> str:

@@ -15,7 +15,7 @@ from packed_bert import TOKENIZER
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from moq_hf import MoQError, cli, dequantize_model, quantize_model, save_quantized
+from moq_hf import MoQError, cli, dequantize_model, quantize_model, save_quantized, verify_quantized
 from moq_hf.export import mlx as mlx_module
 from moq_hf.export.mlx import affine_of, export_mlx
 from moq_hf.model.convert import quant_layers
@@ -118,6 +118,8 @@ def test_what_lies_beside_the_weights(checkpoint: Path, tmp_path: Path) -> None:
     for name, tensor in floats.items():
         assert torch.equal(tensors[name], tensor), name
     assert len(tensors) == len(floats) + 3 * len(made.layers)
+    with pytest.raises(MoQError, match=r"out was written for MLX, .* give that one"):
+        verify_quantized(made.path)
 
 
 @pytest.mark.parametrize(

@@ -386,6 +386,8 @@ def test_a_student_with_adapters(teacher: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], r=4)
     pupil = peft.get_peft_model(new_model(1), lora)
+    with pytest.raises(MoQError, match=r"got PeftModel\w*; of a PEFT model give what merge_and_unload\(\) returns"):
+        new_trainer(tmp_path, CONFIG, peft.get_peft_model(new_model(2), lora), new_model(1))
     config = {**EIGHT, "distillation": {"teacher": str(teacher), "labels": 0}}
     run = new_trainer(tmp_path, config, pupil=pupil, max_steps=32, logging_steps=8)
     run.train()
