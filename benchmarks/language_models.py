@@ -218,7 +218,7 @@ def runs(seeds: Sequence[int]) -> Iterator[tuple[str, str, int]]:
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table: the perplexity of each arm and form, a figure for each seed; float has its own line."""
-    quantized = ARMS[1:]
+    quantized = [arm for arm in ARMS[1:] if any(line["arm"] == arm for line in lines)]
     rows = [["weights; inputs", *quantized], ["---"] * (len(quantized) + 1)]
     rows.append([FLOAT, cell(lines, FLOAT, ""), *[""] * (len(quantized) - 1)])
     for form in FORMS:
