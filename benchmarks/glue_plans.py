@@ -312,6 +312,7 @@ BASE_FLOAT = replace(
     warm_times=0.5,
     warm_dropout=False,
 )
+BY_GPTQ = "groups of 32, full, by GPTQ"
 BASE_ROUNDED = (
     *each((8,), ("static symmetric", "static asymmetric", "static asymmetric, percentile, window")),
     (4, "w4a4"),
@@ -320,7 +321,6 @@ BASE_ROUNDED = (
 BASE_ROUNDED_TOO = (
     *each((8,), (FULL, *W8A8)),
     *each((4,), ("groups of 32, full", *W4)),
-    (2, "groups of 32, full, by GPTQ"),
 )
 
 
@@ -532,13 +532,15 @@ PLANS = {
     # STS-B, with an MPNet of BERT-base's size: what rounded inputs cost, and what training gives back.
     "base": Plan(
         (
-            replace(BASE_FLOAT, after=BASE_ROUNDED),
+            replace(BASE_FLOAT, after=(*BASE_ROUNDED, (2, BY_GPTQ))),
             base(8, "static symmetric"),
             base(4, "w4a4", 1e-4),
             base(2, "groups of 32, full", 1e-4),
+            base(2, BY_GPTQ, 1e-4),
+            base(8, "static asymmetric"),
         ),
         ("stsb",),
-        (1, 2, 3),
+        (1, 2, 3, 4, 5),
         bf16=True,
     ),
     # Another seed, on a processor that computes bfloat16 slower than float32.
@@ -557,10 +559,9 @@ PLANS = {
     "base, more": Plan(
         (
             replace(BASE_FLOAT, after=BASE_ROUNDED_TOO),
-            *(base(8, groups) for groups in ("static asymmetric", "static asymmetric, percentile, window")),
+            base(8, "static asymmetric, percentile, window"),
             base(4, "w4a4, both products at 8", 1e-4),
             base(4, "w4, 4-bit inputs", 1e-4),
-            base(2, "groups of 32, full, by GPTQ", 1e-4),
             base(3, "groups of 32, full", 1e-4),
         ),
         ("stsb",),
@@ -569,13 +570,13 @@ PLANS = {
     ),
     "base on a gpu": Plan(
         (
-            replace(BASE_FLOAT, after=(*BASE_ROUNDED, *BASE_ROUNDED_TOO)),
+            replace(BASE_FLOAT, after=(*BASE_ROUNDED, (2, BY_GPTQ), *BASE_ROUNDED_TOO)),
             *(
                 base(8, groups)
                 for groups in ("static symmetric", "static asymmetric", "static asymmetric, percentile, window")
             ),
             *(base(4, groups, 1e-4) for groups in ("w4a4", "w4a4, both products at 8", "w4, 4-bit inputs")),
-            *(base(bits, "groups of 32, full, by GPTQ", 1e-4) for bits in (2, 3)),
+            *(base(bits, BY_GPTQ, 1e-4) for bits in (2, 3)),
         ),
         ("stsb", "mrpc", "cola", "sst2"),
         bf16=True,

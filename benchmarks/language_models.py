@@ -9,8 +9,9 @@ seed begin with the pretrained model and take as many steps, half of them in flo
 - float: fine-tuned in float, then as many steps again.
 - rounded, GPTQ: that float model. GPTQ reads 128 blocks of what was trained on.
 - trained: the float model after half of its steps, then quantized from the first step of the other half.
-- taught: the same, with the model that it starts from as the teacher.
-- taught from GPTQ: the same, where training starts from weights that GPTQ has rounded.
+- trained from GPTQ: the same, where training starts from weights that GPTQ has rounded.
+- at the end, from GPTQ: the second half stays in float for `LATE` of its steps.
+- taught, taught from GPTQ: trained, trained from GPTQ, with the model that they start from as the teacher.
 - scales: the codes that GPTQ has found stay, and the scales alone are trained, with that teacher.
 
 Each run appends one line to `--output` and is skipped where its line is there.
@@ -31,8 +32,11 @@ from lines import Lines
 from perplexity import markdown, train
 
 FLOAT, ROUNDED, GPTQ = "float", "rounded", "GPTQ"
-TRAINED, TAUGHT, TAUGHT_FROM_GPTQ, SCALES = "trained", "taught", "taught from GPTQ", "scales"
-ARMS = (FLOAT, ROUNDED, GPTQ, TRAINED, TAUGHT, TAUGHT_FROM_GPTQ, SCALES)
+TRAINED, TRAINED_FROM_GPTQ, AT_THE_END = "trained", "trained from GPTQ", "at the end, from GPTQ"
+TAUGHT, TAUGHT_FROM_GPTQ, SCALES = "taught", "taught from GPTQ", "scales"
+ARMS = (FLOAT, ROUNDED, GPTQ, TRAINED, TRAINED_FROM_GPTQ, AT_THE_END, TAUGHT, TAUGHT_FROM_GPTQ, SCALES)
+FROM_GPTQ = (TRAINED_FROM_GPTQ, AT_THE_END, TAUGHT_FROM_GPTQ, SCALES)
+LATE = 0.8
 CALIBRATION = 128  # Blocks for GPTQ.
 FORMS: dict[str, dict[str, Any]] = {
     "4": {"bits": 4, "group_size": 32, "embeddings": None},
@@ -61,6 +65,7 @@ PLAN = (
     *((TRAINED, form) for form in ("4", "2")),
     (TAUGHT_FROM_GPTQ, "2"),
     (TAUGHT, "w4a8"),
+    *((arm, form) for arm in (TRAINED_FROM_GPTQ, AT_THE_END) for form in ("4", "2", "3")),
     *((arm, "w4a4") for arm in (GPTQ, TRAINED)),
     *((arm, form) for form in ("3", "4") for arm in (TAUGHT_FROM_GPTQ, SCALES)),
 )
@@ -179,10 +184,12 @@ def execute(study: Study, arm: str, form: str, seed: int) -> dict[str, Any]:
             quantize_model(model, FORMS[form], inputs=examples, gptq=CALIBRATION if arm == GPTQ else 0)
     else:
         model = study.float_model(seed, 1)
-        teacher = None if arm == TRAINED else copy.deepcopy(model)
+        teacher = copy.deepcopy(model) if arm in (TAUGHT, TAUGHT_FROM_GPTQ, SCALES) else None
         config = dict(FORMS[form])
-        if arm in (TAUGHT_FROM_GPTQ, SCALES):
+        if arm in FROM_GPTQ:
             config["gptq"] = CALIBRATION
+        if arm == AT_THE_END:
+            config["offset"] = LATE
         if arm == SCALES:
             config["train"] = "scales"
         line["rate"] = SCALES_RATE if arm == SCALES else RATES[form]

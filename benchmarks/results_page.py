@@ -113,9 +113,9 @@ def cells_of(lines: Iterable[str]) -> list[list[Any]]:
 
 
 def first_page() -> list[list[Any]]:
-    """What page one has: where training gains most, with the scores of both ways and the size."""
+    """What page one has: where training gains most, with the scores of all ways and the size."""
     found: list[list[Any]] = [
-        ["what is delivered", "size, MB", "in ONNX Runtime, ms", "float", "rounded", "trained by moq_hf"]
+        ["what is delivered", "size, MB", "in ONNX Runtime, ms", "float", "rounded", "GPTQ", "trained by moq_hf"]
     ]
     times = document("served_inputs")["times"]["ONNX Runtime"]["threads: 1"]["1 x 32"]
     models = document("sizes")["models"]
@@ -125,9 +125,10 @@ def first_page() -> list[list[Any]]:
         speed = f"{times[file]['ms']:.0f} (float {times['float']['ms']:.0f})" if file else ""
         found.append([name, in_megabytes(encoder, of_size), speed, *scores_of])
     lines = Lines(RESULTS / "language_models.jsonl").lines
-    for name, (form, of_size) in FIRST_PAGE_LANGUAGE.items():
-        arms = ((language_models.FLOAT, ""), (language_models.ROUNDED, form), (language_models.TAUGHT_FROM_GPTQ, form))
-        cells = [language_models.cell(lines, *arm) for arm in arms]
+    for name, (form, of_size, trained) in FIRST_PAGE_LANGUAGE.items():
+        arms = (language_models.ROUNDED, language_models.GPTQ, trained)
+        ways = ((language_models.FLOAT, ""), *((arm, form) for arm in arms))
+        cells = [language_models.cell(lines, *way) for way in ways]
         found.append([name, in_megabytes(language, of_size), "", *cells])
     return found
 
@@ -138,14 +139,18 @@ def in_megabytes(size: Mapping[str, Any], form: str) -> str:
 
 
 def first_page_scores(form: str) -> list[dict[int, float]]:
-    """The scores of float, and of a form rounded and trained, by the seeds that all rows of page one have."""
-    floats = base_floats()
-    forms = [BASE_FORMS[form] for form, *_ in FIRST_PAGE.values()]
-    ways = [way(groups, bits) for bits, groups in forms for way in (base_rounded, base_trained)]
-    seeds = set(floats).intersection(*filter(None, ways))
-    bits, groups = BASE_FORMS[form]
-    own = (floats, base_rounded(groups, bits), base_trained(groups, bits))
-    return [{seed: scores[seed] for seed in sorted(seeds & scores.keys())} for scores in own]
+    """The scores of float, and of a form rounded, by GPTQ and trained, by the seeds that all rows of page one have.
+
+    Trained is from GPTQ's rounding, where that was tried.
+    """
+
+    def shown(form: str) -> list[dict[int, float]]:
+        rounded, gptq, trained, from_gptq = base_ways(*BASE_FORMS[form])
+        return [base_floats(), rounded, gptq, from_gptq or trained]
+
+    every = [way for form, *_ in FIRST_PAGE.values() for way in shown(form) if way]
+    seeds = sorted(set(every[0]).intersection(*every))
+    return [{seed: way[seed] for seed in seeds if way} for way in shown(form)]
 
 
 def equal_steps() -> list[list[Any]]:
@@ -252,11 +257,9 @@ CHANGES = {
     "basic QAT from the pretrained model": (
         Change("bits that fall from 8", at(FALLING, *BITS), against=PRETRAINED),
         Change("a float model as start and teacher", at(old("basic QAT, taught"), *BITS), against=PRETRAINED),
-        at_2("a float model as start alone", old("basic QAT, float start alone"), PRETRAINED, ONE),
     ),
     "bits that fall from 8, from the pretrained model": (
         Change("sensitive blocks later, by eigenvalue", at(old("MoQ, eigenvalues"), 3, 2), ONE, FALLING),
-        Change("stochastic rounding", at(old("MoQ, stochastic"), 3), ONE, FALLING),
     ),
 }
 
@@ -412,13 +415,10 @@ PEERS = {
     "moq_hf, 8 bits": "8 blocks of rows",
     "torchao, 8 bits": "per channel",
     "optimum-quanto, 8 bits": "per channel",
-    "torch.ao eager, 8 bits": "activations at 8 bits too",
-    "DeepSpeed forward, 8 bits": "8 blocks of rows",
     "moq_hf, 4 bits, full, per channel": "per channel",
     "moq_hf, 4 bits, full, groups of 32": "groups of 32",
     "torchao, 4 bits": "groups of 32",
     "optimum-quanto, 4 bits": "asymmetric, groups of 128",
-    "DeepSpeed forward, 4 bits": "8 blocks of rows",
 }
 
 
@@ -585,10 +585,9 @@ BASE_FORMS = {
     "4 bits, groups of 32": (4, "groups of 32, full"),
     "`w4a8`: 4 bits, groups of 32; 8, per token": (4, "w4a8"),
     "4 bits, groups of 32; 4, per token": (4, "w4, 4-bit inputs"),
-    "the same, second products at 8": (4, "w4a4"),
-    "the same, both products at 8": (4, "w4a4, both products at 8"),
+    "`w4a4`: 4 bits, groups of 32; 4, second products at 8": (4, "w4a4"),
+    "`w4a4`, both products at 8": (4, "w4a4, both products at 8"),
     "2 bits, groups of 32": (2, "groups of 32, full"),
-    "2 bits, groups of 32, by GPTQ": (2, "groups of 32, full, by GPTQ"),
 }
 
 
@@ -598,10 +597,14 @@ FIRST_PAGE = {
     "the same with a zero point (`w8a8`)": ("`w8a8`: 8 bits; 8, static asymmetric", "w8a8", "w8a8, int8"),
     "2-bit weights in groups of 32": ("2 bits, groups of 32", "2 bits, groups of 32", ""),
 }
-# Of the language model: form of `language_models`, and that of its size.
+# Of the language model: form of `language_models`, that of its size, and the way to train that did best.
 FIRST_PAGE_LANGUAGE = {
-    "a language model at 4 bits in groups of 32: perplexity": ("4", "4 bits, groups of 32"),
-    "the same at 2 bits": ("2", "2 bits, groups of 32"),
+    "a language model at 4 bits in groups of 32: perplexity": (
+        "4",
+        "4 bits, groups of 32",
+        language_models.AT_THE_END,
+    ),
+    "the same at 2 bits": ("2", "2 bits, groups of 32", language_models.TAUGHT_FROM_GPTQ),
 }
 
 
@@ -630,15 +633,21 @@ def base_rounded(groups: str, bits: int) -> dict[int, float]:
     return of_both(BASE._replace(arm="after training", groups=groups), bits)
 
 
+def base_ways(bits: int, groups: str) -> tuple[dict[int, float], ...]:
+    """Scores by seed of a form of the plan "base": rounded, by GPTQ, trained, and trained from GPTQ's rounding."""
+    pairs = ((way(groups, bits), way(f"{groups}, by GPTQ", bits)) for way in (base_rounded, base_trained))
+    return tuple(scores for pair in pairs for scores in pair)
+
+
 def base() -> list[list[Any]]:
     """Spearman's correlation on STS-B of a model of BERT-base's size: points against float."""
     floats = base_floats()
-    found: list[list[Any]] = [["weights; inputs", "rounded", "trained"]]
-    found.append(["float", "; ".join(f"{floats[seed]:.1f}" for seed in sorted(floats)), ""])
+    found: list[list[Any]] = [["weights; inputs", "rounded", "GPTQ", "trained", "trained from GPTQ"]]
+    found.append(["float", "; ".join(f"{floats[seed]:.1f}" for seed in sorted(floats)), "", "", ""])
     for name, (bits, groups) in BASE_FORMS.items():
-        scores_of = (base_rounded(groups, bits), base_trained(groups, bits))
-        if any(scores_of):
-            found.append([name, *(each_against(scores, floats) for scores in scores_of)])
+        ways = base_ways(bits, groups)
+        if any(ways):
+            found.append([name, *(each_against(scores, floats) for scores in ways)])
     return found
 
 
@@ -654,8 +663,9 @@ def served_inputs() -> list[list[Any]]:
 
 
 def each_against(ours: Mapping[int, float], floats: Mapping[int, float]) -> str:
-    """Points against float, seed by seed, since two make no interval; nothing where there is no run."""
-    return "; ".join(f"{ours[seed] - floats[seed]:+.1f}" for seed in sorted(ours))
+    """Points against float, seed by seed, since few make no interval; a dash for a seed without a run."""
+    told = (f"{ours[seed] - floats[seed]:+.1f}" if seed in ours else "-" for seed in sorted(floats))
+    return "; ".join(told) if ours else ""
 
 
 def reliability() -> list[list[Any]]:

@@ -123,7 +123,8 @@ def draw_gains(axes: Axes) -> None:
     places = {"float": bytes_of["float"] / 1e6}
     best = results_page.mean(floats)
     axes.axhline(best, linewidth=1, linestyle="--", color=FAINT)
-    axes.annotate("float", (places["float"], best), (0, -5), textcoords="offset points", ha="right", va="top")
+    axes.plot(places["float"], best, marker="s", markersize=8, color=FAINT)
+    axes.annotate("float", (places["float"], best), (-10, -5), textcoords="offset points", ha="right", va="top")
     colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
     for (form, pair), color in zip(pairs.items(), colors, strict=False):
         size, label = FORMS[form]
@@ -146,6 +147,7 @@ def draw_gains(axes: Axes) -> None:
         )
     for name, face in (("rounded", "none"), ("trained", FAINT)):
         axes.plot([], [], marker="o", markeredgewidth=2, linestyle="", color=FAINT, markerfacecolor=face, label=name)
+    axes.plot([], [], marker="_", markersize=14, linestyle="", color=FAINT, label="each seed")
     axes.set_xscale("log")
     axes.margins(y=0.1)
     axes.set_xticks([*places.values()], [f"{place:.0f} MB" for place in places.values()])

@@ -368,14 +368,19 @@ class PrecisionSchedule:
         if self._room >= drops:
             return
         needed = offset + drops + fade
-        longer = math.ceil(needed / Fraction(str(config.deadline)))
-        # An offset that is a share grows with the run.
-        while (
-            _share_of(config.deadline, longer) - offset_step_of(config, longer) - fade
-            < drops
-        ):
-            longer += 1
-        fits = f"a run of {longer} steps"
+        if isinstance(config.offset, float) and config.deadline - config.offset < 1e-3:
+            # It grows with the run, so that no length helps.
+            fits = "a smaller offset"
+        else:
+            longer = math.ceil(needed / Fraction(str(config.deadline)))
+            while (
+                _share_of(config.deadline, longer)
+                - offset_step_of(config, longer)
+                - fade
+                < drops
+            ):
+                longer += 1
+            fits = f"a run of {longer} steps"
         if drops and self._room >= 0:
             fits = f"start_bits {self._target(longest) + self._room}, or {fits}"
         blend = f" and the {fade} steps of the last blend" if fade else ""

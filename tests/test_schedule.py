@@ -270,6 +270,27 @@ def test_too_few_steps(config: MoQConfig, data: Any) -> None:
     assert len(fewer) == fits.count(",")
 
 
+@pytest.mark.parametrize(
+    ("start", "offset", "fits"),
+    [
+        (8, 0.2999, "start_bits 5, or a smaller offset"),
+        (8, 0.2999999999, "start_bits 5, or a smaller offset"),
+        (4, 0.8, "a smaller offset"),
+    ],
+)
+def test_where_no_length_of_a_run_helps_a_smaller_offset_is_told(start: int, offset: float, fits: str) -> None:
+    with pytest.raises(MoQError, match=f"What would fit: {fits}$"):
+        PrecisionSchedule(make(start, 4, "auto", offset, 0.3), "a", 40)
+
+
+@pytest.mark.parametrize(("offset", "at"), [(0.8, 32), (39, 39)])
+def test_the_preset_of_a_language_model_may_begin_late(offset: float, at: int) -> None:
+    """Its bits need not fall; then it has no deadline."""
+    schedule = PrecisionSchedule(MoQConfig("lm-w4", start_bits=4, offset=offset), ["a"], 40)
+    taken = [schedule.bits["a"] for _ in range(40) if schedule.advance() is not None]
+    assert taken == [FLOAT_BITS] * (at - 1) + [4] * (41 - at)
+
+
 @given(
     st.fractions(0, 1, max_denominator=1000).filter(lambda share: 0 < share < 1),
     st.integers(1, 5000),
