@@ -140,7 +140,7 @@ class PrecisionSchedule:
 
     @property
     def deadline_step(self) -> int | None:
-        """The optimizer step by which every block is at its target; None without a deadline."""
+        """The optimizer step by which bits have fallen to their targets; None without a deadline."""
         deadline = self.config.deadline
         if deadline is None or self.total_steps is None:
             return None
@@ -365,7 +365,8 @@ class PrecisionSchedule:
         longest = max(self._configs, key=self._drops)
         drops = self._drops(longest)
         self._room = last - offset - fade
-        if self._room >= drops:
+        # Bits that do not fall have no last drop: a preset's deadline is no error then.
+        if self._room >= drops or not drops:
             return
         needed = offset + drops + fade
         if isinstance(config.offset, float) and config.deadline - config.offset < 1e-3:
@@ -381,7 +382,7 @@ class PrecisionSchedule:
             ):
                 longer += 1
             fits = f"a run of {longer} steps"
-        if drops and self._room >= 0:
+        if self._room >= 0:
             fits = f"start_bits {self._target(longest) + self._room}, or {fits}"
         blend = f" and the {fade} steps of the last blend" if fade else ""
         raise MoQError(

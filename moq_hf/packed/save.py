@@ -32,7 +32,7 @@ from ..model.sizes import ModelSizes, has_lora_on, is_unpacked_while_loading
 from ..names import pretrained, uncompiled, without_peft
 from ..processes import is_gathered_per_pass
 from ..quant_linear import QuantLayer
-from ..seams.sentence_transformers import body_of, save_around
+from ..seams.sentence_transformers import body_of, save_around, takes_pairs
 from ..seams.transformers import (
     has_adapter,
     refuse_older,
@@ -230,7 +230,9 @@ def save_quantized(
     done = saving.delivered(saved)
     text = f"moq_hf: saved in {done.path}. {done.closing()}"
     if inputs is None:
-        kind = "batch" if body_of(saving.whole_model) is None else "texts"
+        kind = "batch"
+        if body_of(saving.whole_model) is not None:
+            kind = "pairs" if takes_pairs(saving.whole_model) else "texts"
         text += f"\nProve it: save_quantized(..., inputs={kind}) loads the files and compares their answers"
     tqdm.write(text)
     return done.path

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import Trainer
 
 from .. import quantizer
@@ -19,7 +20,7 @@ from ..quantized_weight import QuantizedWeight
 from ..seams.transformers import prepared_inputs
 from ..weight_matrix import from_rows, to_rows
 from .measuring import eager, evaluating
-from .replay import Replay
+from .replay import NoAnswer, Replay
 from .samples import first_batches
 
 
@@ -112,20 +113,72 @@ def round_weights(
         MoQError: The inputs of a layer are not finite.
     """
     waiting = list(layers)
-    replay = Replay(model)
+    replay, checked = Replay(model), 0
     # From pass to pass only what was rounded in between is quantized again.
     with hold_quantized(model):
         while waiting:
             try:
+                if replay.known > checked:
+                    _check_replay(model, batches[0], run, replay)
+                    checked = replay.known
                 moment, shared = _moment(model, waiting, batches, run, replay)
             except Exception:
-                if not replay.has_answers:
+                if not replay.known:
                     raise
                 replay.give_up()
                 continue
             for layer in waiting[:shared]:
                 _round(layer, moment)
             del waiting[:shared]
+
+
+def _check_replay(
+    model: nn.Module,
+    batch: Any,
+    run: Callable[[nn.Module, Any], object],
+    replay: Replay,
+) -> None:
+    """Compare a pass that leaves blocks out with a whole one, to the bit.
+
+    It comes first, so that what blocks have left behind is that of another batch.
+
+    Raises:
+        NoAnswer: They differ, in this process or in another one.
+    """
+    with replay.on_batch(0):
+        # So that nothing else is kept.
+        replay.note_change()
+        short = _outputs(model, batch, run)
+    whole = _outputs(model, batch, run)
+    is_same = len(short) == len(whole) > 0 and all(map(torch.equal, short, whole))
+    if is_distributed():
+        device = next(model.parameters()).device
+        verdict = torch.tensor(float(is_same), device=device)
+        dist.all_reduce(verdict, dist.ReduceOp.MIN)
+        is_same = bool(verdict)
+    if not is_same:
+        raise NoAnswer
+
+
+def _outputs(
+    model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], object]
+) -> list[Tensor]:
+    """The tensors that a model answers a batch with."""
+    found: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        leaves = tree_leaves(output)
+        found.extend(leaf.clone() for leaf in leaves if isinstance(leaf, Tensor))
+        # Before the loss.
+        raise _StopForward
+
+    handle = model.register_forward_hook(keep)
+    try:
+        with contextlib.suppress(_StopForward):
+            run(model, copy.copy(batch))
+    finally:
+        handle.remove()
+    return found
 
 
 def _moment(

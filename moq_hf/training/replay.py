@@ -18,8 +18,9 @@ class Replay:
 
     A block is an entry of a `ModuleList`. Of a list the last block's answer alone is
     kept, since the blocks before it only hand theirs on; in the place of these stand
-    tensors on the meta device, with which nothing can be computed. A model that needs
-    one of them after all is found out by that, and gets whole passes; see `give_up`.
+    tensors on the meta device. A model that needs one of them after all, or whose
+    blocks do more than answer, ends otherwise than in a whole pass: compare the two
+    where a block is new, and `give_up` where they differ.
 
     Args:
         model: In evaluation mode, so that a block gives the same answer again.
@@ -27,15 +28,18 @@ class Replay:
 
     def __init__(self, model: nn.Module) -> None:
         self._lists = {
-            block: entries for entries in _outermost_lists(model) for block in entries
+            block: entries
+            for entries in _outermost_lists(model)
+            for block in entries
+            if block is not None
         }
         self._answers: dict[int, dict[tuple[nn.Module, int], Any]] = {}
         self._is_settled = True
 
     @property
-    def has_answers(self) -> bool:
-        """Whether a pass leaves anything out."""
-        return any(self._answers.values())
+    def known(self) -> int:
+        """How many calls of blocks a pass over the first batch leaves out."""
+        return len(self._answers.get(0, ()))
 
     def give_up(self) -> None:
         """Compute whole passes from now on."""

@@ -1,7 +1,9 @@
 """Runs that start from GPTQ: what it makes of weights, from which inputs, when, and what it refuses."""
 
 import copy
+import functools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -300,5 +302,96 @@ def test_blocks_that_are_done_are_not_computed_again(config: Any, skips: bool, m
     quantize_model(whole, bits=3, embeddings=None, inputs=batches, gptq=6)
     assert_same(model.state_dict(), whole.state_dict())
     if config.model_type == "llama":
-        # Once to try the batches, once for each of the four inputs in a block, and once to be kept.
-        assert calls["layers.0.self_attn.q_proj"] == len(batches) * 6
+        # Once to try the batches, once for each of the four inputs in a block, and once to be kept; and a whole pass
+        # over the first batch for each of the first two blocks, which are compared.
+        assert calls["layers.0.self_attn.q_proj"] == len(batches) * 6 + 2
+
+
+class Branch(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Blocks(nn.Module):
+    """Branches in a list, whose answers are not handed on alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks, self.head = nn.ModuleList(Branch() for _ in range(4)), nn.Linear(16, 4)
+        if kind == "with an empty entry":
+            self.blocks.append(None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        summed = torch.zeros_like(x)
+        left = {"x": x}
+        for block in self.blocks:
+            if self.kind == "summed in place":
+                summed += block(x)
+            elif self.kind == "added in place":
+                x = x.clone()
+                x += block(x)
+            elif self.kind == "left behind":
+                x = block(x) + left.get("y", 0)
+                left["y"] = x
+            elif block is not None:
+                x = block(x)
+        return self.head(x + summed)
+
+
+class Writing(Branch):
+    """Hands a mapping on, and writes to it."""
+
+    def forward(self, values: dict[str, torch.Tensor]) -> None:  # type: ignore[override]
+        values["x"] = values["x"] + super().forward(values["x"])
+
+
+class Writers(nn.Module):
+    """Blocks that answer nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Writing() for _ in range(4)), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = {"x": x}
+        for block in self.blocks:
+            block(values)
+        return self.head(values["x"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(
+            functools.partial(Blocks, kind)
+            for kind in ("summed in place", "added in place", "left behind", "with an empty entry")
+        ),
+        Writers,
+    ],
+    ids=str,
+)
+def test_blocks_that_do_more_than_answer_are_computed_each_time(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf.set_seed(0)
+    model = make().eval()
+    whole = copy.deepcopy(model)
+    batches = [{"x": torch.randn(4, 16)} for _ in range(3)]
+    options: dict[str, Any] = {
+        "bits": 3,
+        "embeddings": None,
+        "gptq": 12,
+        "heads": True,
+        "modules_to_not_convert": ["blocks.0"],
+    }
+    quantize_model(model, inputs=batches, **options)
+    monkeypatch.setattr(replay, "_outermost_lists", lambda model: [])
+    quantize_model(whole, inputs=batches, **options)
+    assert_same(model.state_dict(), whole.state_dict())
