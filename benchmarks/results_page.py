@@ -141,12 +141,13 @@ def in_megabytes(size: Mapping[str, Any], form: str) -> str:
 def first_page_scores(form: str) -> list[dict[int, float]]:
     """The scores of float, and of a form rounded, by GPTQ and trained, by the seeds that all rows of page one have.
 
-    Trained is from GPTQ's rounding, where that was tried.
+    Trained is from GPTQ's rounding, where that was tried; one seed alone is not shown.
     """
 
     def shown(form: str) -> list[dict[int, float]]:
         rounded, gptq, trained, from_gptq = base_ways(*BASE_FORMS[form])
-        return [base_floats(), rounded, gptq, from_gptq or trained]
+        ways = (base_floats(), rounded, gptq, from_gptq or trained)
+        return [way if len(way) > 1 else {} for way in ways]
 
     every = [way for form, *_ in FIRST_PAGE.values() for way in shown(form) if way]
     seeds = sorted(set(every[0]).intersection(*every))

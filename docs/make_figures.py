@@ -96,43 +96,35 @@ def draw_scores(axes: Axes) -> None:
     axes.legend(loc="lower left")
 
 
-def gains() -> tuple[dict[int, float], dict[str, tuple[dict[int, float], dict[int, float]]]]:
-    """Give the scores of float, and of each form those of the rounded and of the trained model, by seed.
+def gains() -> tuple[dict[int, float], dict[str, tuple[dict[int, float], ...]]]:
+    """Give the scores of float, and of each form those of the rounded model, of GPTQ's and of the trained one, by seed.
 
-    A form that was not trained is left out. The seeds are those that float and all forms have.
+    As page one's table has them: of the seeds that all rows have.
     """
-    floats = results_page.base_floats()
-    forms = {form: results_page.BASE_FORMS[form] for form in FORMS}
-    pairs = {
-        form: (results_page.base_rounded(groups, bits), results_page.base_trained(groups, bits))
-        for form, (bits, groups) in forms.items()
-    }
-    pairs = {form: pair for form, pair in pairs.items() if all(pair)}
-    seeds = sorted(set(floats).intersection(*(own for pair in pairs.values() for own in pair)))
-
-    def common(own: dict[int, float]) -> dict[int, float]:
-        return {seed: own[seed] for seed in seeds}
-
-    return common(floats), {form: (common(rounded), common(trained)) for form, (rounded, trained) in pairs.items()}
+    found = {form: results_page.first_page_scores(form) for form in FORMS}
+    floats = next(iter(found.values()))[0]
+    return floats, {form: (rounded, gptq, trained) for form, (_, rounded, gptq, trained) in found.items()}
 
 
 def draw_gains(axes: Axes) -> None:
     """Draw the score over the size of the delivered folder, an arrow from the rounded model to the trained one."""
     bytes_of = results_page.document("sizes")["models"][BASE_MODEL]
-    floats, pairs = gains()
+    floats, ways = gains()
     places = {"float": bytes_of["float"] / 1e6}
     best = results_page.mean(floats)
     axes.axhline(best, linewidth=1, linestyle="--", color=FAINT)
     axes.plot(places["float"], best, marker="s", markersize=8, color=FAINT)
     axes.annotate("float", (places["float"], best), (-10, -5), textcoords="offset points", ha="right", va="top")
     colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
-    for (form, pair), color in zip(pairs.items(), colors, strict=False):
+    for (form, (rounded, gptq, trained)), color in zip(ways.items(), colors, strict=False):
         size, label = FORMS[form]
         place = places[size] = bytes_of["forms"][size] / 1e6
-        low, high = (results_page.mean(own) for own in pair)
+        low, high = (results_page.mean(own) for own in (rounded, trained))
         arrow = {"arrowstyle": "-|>", "color": color, "linewidth": 2, "shrinkA": 6, "shrinkB": 6}
         axes.annotate("", (place, high), (place, low), arrowprops=arrow)
-        for height, own, face in ((low, pair[0], "none"), (high, pair[1], color)):
+        if gptq:
+            axes.plot(place, results_page.mean(gptq), marker="D", markersize=7, color=color, markerfacecolor="none")
+        for height, own, face in ((low, rounded, "none"), (high, trained, color)):
             axes.plot(place, height, marker="o", markersize=9, markeredgewidth=2, color=color, markerfacecolor=face)
             if len(own) > 1:
                 axes.plot([place] * len(own), [*own.values()], marker="_", markersize=14, linestyle="", color=color)
@@ -147,6 +139,7 @@ def draw_gains(axes: Axes) -> None:
         )
     for name, face in (("rounded", "none"), ("trained", FAINT)):
         axes.plot([], [], marker="o", markeredgewidth=2, linestyle="", color=FAINT, markerfacecolor=face, label=name)
+    axes.plot([], [], marker="D", markersize=7, linestyle="", color=FAINT, markerfacecolor="none", label="GPTQ")
     axes.plot([], [], marker="_", markersize=14, linestyle="", color=FAINT, label="each seed")
     axes.set_xscale("log")
     axes.margins(y=0.1)
