@@ -55,6 +55,7 @@ from .seams.transformers import (
     tell_of_saves,
     train_no_more_than_asked,
 )
+from .text import counted
 from .trained_scales import SCALES_APART
 from .training import messages
 from .training.checkpoints import (
@@ -557,6 +558,11 @@ class MoQCallback(TrainerCallback, ExportableState):
             for name in controller.blocks[block]
         ]
         if layers and self.config.gptq:
+            if self._host.is_world_process_zero():
+                tqdm.write(
+                    f"moq_hf: GPTQ rounds {counted(len(layers), 'layer')} by {self.config.gptq} training examples; "
+                    "a large model takes minutes"
+                )
             start_from_gptq(self._host, controller.model, layers, self.config.gptq)
 
     def _was_skipped(self, optimizer: Any) -> bool:

@@ -237,7 +237,8 @@ def _idle(config: MoQConfig) -> list[str]:
         for name, section in sections.items()
         if not section.enabled and section != type(section)()
     ]
-    paced = config.deadline or config.period != "auto" or config.eigenvalue.enabled
+    # A deadline may be that of a preset whose bits fall.
+    paced = config.period != "auto" or config.eigenvalue.enabled
     if paced and not config.falls:
         notes.append(
             f"{config.spell('period')}, deadline and eigenvalue without effect, since no bits fall: give a higher "
