@@ -50,7 +50,7 @@ LONG = Ways("float", "8 blocks", times=2, rates=LONG_RATES)
 
 @cache
 def lines() -> list[dict[str, Any]]:
-    """All that are committed; those of arms whose code is gone, and of a larger model, are in files of their own."""
+    """All that are committed; those of arms whose code is gone, and of STS-B, are in files of their own."""
     paths = (RESULTS / f"{name}.jsonl" for name in ("glue_study_dropped", "glue_study", "glue_base"))
     return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
 
