@@ -529,6 +529,16 @@ PLANS = {
         (1, 2, 3, 4, 5),
         bf16=True,
     ),
+    # The other seeds, on a processor that computes bfloat16 slower than float32; GPTQ beside them.
+    "similarity in float32": Plan(
+        (
+            replace(SIMILAR_FLOAT, after=(*each((4, 3, 2), LOW_GRIDS[1:]), (3, BY_GPTQ), (2, BY_GPTQ))),
+            replace(no_dropout(3), learning_rate=1e-4),
+            no_dropout(2),
+        ),
+        ("stsb",),
+        (2, 3, 4, 5),
+    ),
     # STS-B, with an MPNet of BERT-base's size: what rounded inputs cost, and what training gives back.
     "base": Plan(
         (

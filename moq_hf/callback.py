@@ -204,6 +204,8 @@ class MoQCallback(TrainerCallback, ExportableState):
             }
             if self.loss is not None:
                 attributes["had_loss"] = True
+            if self.trainer is not None:
+                attributes |= self.trainer.facts_of_teaching()
         elif self._host is not None:
             # A run with `enabled: false` passes on the state that it resumed.
             before = callback_states(self._host.state).get(self._name, {})
@@ -883,6 +885,7 @@ def write_result(
         controller=None if callback is None else callback.controller,
         metrics=metrics_of(trainer),
         float_metrics=getattr(trainer, "float_metrics", None),
+        teacher=getattr(trainer, "teacher_name", None),
         **more,
     )
     answers = None if callback is None else callback.answers(args)

@@ -5,6 +5,7 @@ import importlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def require(extra: str, *libraries: str) -> None:
     """Check that the libraries of an extra can be imported.
 
     Args:
-        extra: The name of the extra.
+        extra: The name of an extra of moq_hf that has them.
         libraries: The names of the modules.
 
     Raises:
@@ -156,8 +157,15 @@ def require(extra: str, *libraries: str) -> None:
         try:
             importlib.import_module(library)
         except ImportError:
+            # From a clone, a wheel or an index, the extra itself has different names.
+            needed = [
+                f"'{requirement.partition(';')[0].strip()}'"
+                for requirement in requires("moq_hf") or ()
+                if requirement.endswith(f'extra == "{extra}"')
+                and not requirement.startswith("moq_hf[")
+            ]
             raise MoQError(
-                f"{library} is not installed: pip install 'moq_hf[{extra}]'"
+                f"{library} is not installed: pip install {' '.join(needed)}"
             ) from None
 
 

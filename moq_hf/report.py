@@ -53,6 +53,9 @@ class _State(BaseModel):
     stateful_callbacks: dict[str, Any] = {}
 
 
+_NO_SCORES = ("loss", "entropy", "num_tokens")
+
+
 @dataclass(frozen=True)
 class Run(RunFacts):
     """A finished run; `quantized` has the metrics of its last evaluation.
@@ -90,6 +93,11 @@ class Run(RunFacts):
         """The last value of a number that was logged; None if there is none."""
         values = self.series(name)[1]
         return values[-1] if values else None
+
+    @property
+    def scores(self) -> list[str]:
+        """The names of the metrics, without the loss and what TRL tells of the text."""
+        return [name for name in self.quantized if name not in _NO_SCORES]
 
     def by_block(self, kind: str) -> dict[str, Series]:
         """Block name to the series of `moq/<kind>/<block>` that has values, layer.2 before layer.10."""
@@ -135,7 +143,7 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         raise MoQError(
             f"{directory} is not a run with MoQ: its trainer_state.json has no bits"
         )
-    # A float phase ends with an evaluation, which is logged.
+    # Runs of 0.2 tell of a float phase by its evaluation alone, which is logged.
     phases = (
         line["step"]
         for line in log
@@ -152,8 +160,9 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         float_size_mb=saved["float_size_mb"],
         quantized=_metrics(directory, state, delivered),
         in_float=_metrics(float_folder, _read_state(float_folder)),
-        float_step=next(phases, None),
+        float_step=entry["attributes"].get("float_steps", next(phases, None)),
         choice=saved["choice"],
+        teacher_given=entry["attributes"].get("teacher_name"),
         delivered=delivered,
     )
 
@@ -263,11 +272,13 @@ def _figures(run: Run) -> dict[str, "Figure"]:
     """Draw the logged values; the keys are the titles of the figures."""
     bits = run.by_block("bits")
     loss = {"training": run.series("loss"), "evaluation": run.series("eval_loss")}
-    metrics = [name for name in run.quantized if name != "loss"]
     curves = {
         "Sensitivity": ("eigenvalue over the largest", run.by_block("eigenvalue")),
         "Loss": ("loss", loss),
-        "Metrics": ("metric", {name: run.series(f"eval_{name}") for name in metrics}),
+        "Metrics": (
+            "metric",
+            {name: run.series(f"eval_{name}") for name in run.scores},
+        ),
     }
     figures: dict[str, Figure] = {}
     if bits:

@@ -27,7 +27,7 @@ from .model.convert import is_quantized, quant_layers
 from .model.inventory import is_packed
 from .packed.card import write_run_card
 from .packed.files import save_beside
-from .packed.state import STATE_NAME, record_metrics
+from .packed.state import STATE_NAME, hub_id, record_metrics
 from .processes import has_gathered_weights
 from .seams.transformers import (
     KNOWS_SCALE,
@@ -251,6 +251,26 @@ class MoQMixin(_Beside):
         finally:
             self._restore_dropout()
 
+    @property
+    def teacher_name(self) -> str | None:
+        """The Hub id or the class of a teacher that was given as a model; None for any other, and without one."""
+        teacher = self._teacher
+        if teacher is None or self.float_phase or self._distillation.teacher:
+            return None
+        return hub_id(teacher.name_or_path) or type(teacher).__name__
+
+    def facts_of_teaching(self) -> dict[str, Any]:
+        """What checkpoints keep about a float phase or a given teacher: for `pack`, the report, and a run that resumes.
+
+        Called by the `MoQCallback`.
+        """
+        facts: dict[str, Any] = {}
+        if self.float_phase is not None and self.moq is not None:
+            facts["float_steps"] = self.moq.run_of(self.state).offset
+        if self.teacher_name is not None:
+            facts["teacher_name"] = self.teacher_name
+        return facts
+
     def loss_parts(self) -> dict[str, float]:
         """The parts of the loss with a teacher, before their weights; means since this was last called.
 
@@ -339,14 +359,17 @@ class MoQMixin(_Beside):
         Raises:
             MoQError: A phase would have no step, or the schedule cannot start again.
         """
+        moq = self._live_moq()
         if self.float_phase is None:
+            if moq is not None:
+                moq.run_of(self.state).check_without_float_phase()
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is not None:
             raise MoQError(
                 "float_first restarts the learning rate's schedule: leave the scheduler to the Trainer, and out of "
                 "a DeepSpeed config"
             )
-        run = cast(MoQCallback, self._live_moq()).run_of(self.state)
+        run = cast(MoQCallback, moq).run_of(self.state)
         run.check_float_first()
         step = run.offset
         # A checkpoint may be beyond the end that the run has now.

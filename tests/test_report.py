@@ -98,6 +98,16 @@ def test_strange_names_are_shown_as_they_are(tmp_path: Path, monkeypatch: pytest
     assert "a<b>&$x$.1" in texts
 
 
+def test_what_trl_tells_of_the_text_is_no_score(tmp_path: Path) -> None:
+    state = make_run(tmp_path)
+    for line in state["log_history"]:
+        if "eval_f1" in line:
+            line |= {"eval_entropy": 1.25, "eval_num_tokens": 81_234.0, "eval_mean_token_accuracy": line.pop("eval_f1")}
+    write(tmp_path, state)
+    assert [name for name in read_run(tmp_path).scores if name != "accuracy"] == ["mean_token_accuracy"]
+    assert "81234" in write_report(tmp_path).read_text().partition("Evaluation")[2]
+
+
 def test_a_run_without_eigenvalues_and_evaluations_has_no_such_figures(tmp_path: Path) -> None:
     make_run(tmp_path, CONFIG | {"eigenvalue": {"enabled": False}}, evaluations=False)
     assert titles(write_report(tmp_path)) == ["Bits", "Loss", CARD[-1]]
@@ -204,7 +214,8 @@ def test_without_matplotlib_it_is_told(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["report", str(run)]) == 2
-    assert capsys.readouterr().err == "error: matplotlib is not installed: pip install 'moq_hf[report]'\n"
+    needed = "'markdown-it-py>=3' 'matplotlib>=3.9'"
+    assert capsys.readouterr().err == f"error: matplotlib is not installed: pip install {needed}\n"
     assert cli.main(["plan", "w4", "--max_steps", "345"]) == 0
 
 

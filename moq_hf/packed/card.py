@@ -49,6 +49,8 @@ class RunFacts:
         in_float: Metrics of the float model for comparison; empty if there are none.
         float_step: The last step of the float phase; None if there was none.
         choice: The bits that were chosen under a budget; None without a budget.
+        teacher_given: The Hub id or the class of a teacher that the config does not name;
+            None if there was none, or a float phase made it.
     """
 
     config: MoQConfig
@@ -57,6 +59,7 @@ class RunFacts:
     in_float: Mapping[str, float]
     float_step: int | None
     choice: Choice | None
+    teacher_given: str | None
 
     @property
     def before(self) -> str:
@@ -144,6 +147,7 @@ def write_card(
         metrics_in(in_float),
         float_step,
         read_as(Choice | None, choice, str(folder / STATE_NAME), "choice"),
+        state.get("teacher"),
     )
     text = rendered(
         "card.md",

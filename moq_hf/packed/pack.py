@@ -20,8 +20,19 @@ from ..model.selection import take_inventory
 from ..names import plain_name
 from ..seams.engines import FSDP_MODEL
 from ..seams.sentence_transformers import loads_as
-from ..seams.transformers import never_saved, original_format, tied_parameters
-from ..training.checkpoints import STATE_FILE, fault_of, last_metrics, state_of_run
+from ..seams.transformers import (
+    callback_states,
+    never_saved,
+    original_format,
+    tied_parameters,
+)
+from ..training.checkpoints import (
+    STATE_FILE,
+    entry_of_moq,
+    fault_of,
+    last_metrics,
+    state_of_run,
+)
 from ..training.controller import MoQController
 from ..training.float_first import FOLDER, METRICS
 from ..training.resume import has_begun
@@ -110,6 +121,9 @@ def pack_checkpoint(
             controller=controller,
             metrics=last_metrics(log.log_history),
             float_metrics=_float_metrics(folder),
+            teacher=entry_of_moq(callback_states(log))["attributes"].get(
+                "teacher_name"
+            ),
             state_dict=weights.renamed(names, bar.update),
         )
         return f"{target}: {deliver(shell, target, options, None, layout).summary}"

@@ -83,6 +83,8 @@ class State(TypedDict):
     input_ranges: dict[str, Range | list[Range]]
     metrics: dict[str, Any]
     float_metrics: dict[str, Any]
+    # Folders of 0.2 do not have it.
+    teacher: NotRequired[str | None]
     parameters: Counted
     float_bytes: Positive
     files: list[str]

@@ -118,8 +118,8 @@ class FloatPhase:
             class makes of its config.
 
     Attributes:
-        metrics: The evaluation at the end of the phase; None before, and without an
-            evaluation set.
+        metrics: The evaluation at the end of the phase, if there is an evaluation set, and
+            `step`, the last one of the phase; None before.
     """
 
     def __init__(self, trainer: Trainer, share: float, model: Any) -> None:
@@ -156,17 +156,15 @@ class FloatPhase:
         trainer = self.trainer
         # Save first, so that an error in the evaluation does not lose the model.
         trainer.save_model(str(self.folder), _internal_call=True)
-        metrics = _evaluated(trainer)
-        if metrics:
-            # By this step the card says that they are from a part of the run. The
-            # Trainer has not counted it yet.
-            metrics = {**metrics, "step": trainer.state.global_step + 1}
+        # By this step the card says how the model was made, and that the metrics are from
+        # a part of the run. The Trainer has not counted it yet.
+        metrics = {**_evaluated(trainer), "step": trainer.state.global_step + 1}
         if trainer.args.should_save:
             text = json.dumps(metrics, indent=4, default=str) + "\n"
             (self.folder / METRICS).write_text(text, encoding="utf-8")
         trainer.accelerator.wait_for_everyone()
         cast(Any, trainer.optimizer).state.clear()
-        self.metrics = metrics or None
+        self.metrics = metrics
 
     def go_on(self) -> None:
         """Load the metrics that an earlier process saved.
@@ -201,8 +199,9 @@ class FloatPhase:
                 if isinstance(value, (int, float)) and name != "step"
             }
             # The Trainer's own means belong to the loss that is logged next.
-            with metrics_apart(self.trainer):
-                self.trainer.log(figures)
+            if figures:
+                with metrics_apart(self.trainer):
+                    self.trainer.log(figures)
 
     @property
     def folder(self) -> Path:

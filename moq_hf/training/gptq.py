@@ -42,10 +42,16 @@ def check_possible(trainer: Trainer, layers: Collection[QuantizedWeight]) -> Non
         raise MoQError(
             f"{key}: FSDP2 and DeepSpeed keep the weights that they train elsewhere; set it to 0"
         )
-    if not any(map(_is_trained, can_round(layers))):
+    if any(map(_is_trained, can_round(layers))):
+        return
+    if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
         raise MoQError(
-            f"{key}: no linear layer is both quantized and trained, and it rounds no others; set it to 0"
+            f"{key}: with LoRA the quantized weights are frozen, or an adapter is merged into them, and GPTQ rounds "
+            "neither; set it to 0, or train without LoRA"
         )
+    raise MoQError(
+        f"{key}: no linear layer is both quantized and trained, and it rounds no others; set it to 0"
+    )
 
 
 def start_from_gptq(

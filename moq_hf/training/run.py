@@ -78,14 +78,37 @@ class Run:
         """
         return offset_step_of(self.config, self.length)
 
+    def check_without_float_phase(self) -> None:
+        """Check that the checkpoint is not that of a run with `float_first`, whose learning rate starts again.
+
+        Raises:
+            MoQError: It is.
+        """
+        if "float_steps" in self.beside:
+            raise MoQError(
+                f"cannot resume: the checkpoint at step {self.first} is of a run with float_first, in float up to step "
+                f"{self.beside['float_steps']}: give float_first again, or start a new run from the checkpoint's model"
+            )
+
     def check_float_first(self) -> None:
         """Check that a float phase may begin, or was begun by the checkpoint.
 
         Raises:
-            MoQError: It goes on from a checkpoint that was made without MoQ.
+            MoQError: It goes on from a checkpoint that was made without MoQ, or without a
+                float phase.
         """
         if self.is_without_moq:
             raise MoQError(
                 f"float_first: the checkpoint at step {self.first} was made without MoQ; give its model as the start "
                 "and the teacher instead, or start a new run"
+            )
+        # Checkpoints of 0.2 tell a float phase by the offset alone.
+        if (
+            self.saved is not None
+            and "float_steps" not in self.beside
+            and self.saved["config"].offset != self.config.offset
+        ):
+            raise MoQError(
+                f"cannot resume: the checkpoint at step {self.first} is of a run without float_first: leave it out, "
+                "or start a new run from the checkpoint's model"
             )

@@ -25,6 +25,7 @@ from transformers import (
 from transformers.trainer_utils import HPSearchBackend
 
 from moq_hf import MoQCallback, MoQConfig, MoQError, MoQTrainer, verify_quantized
+from moq_hf.packed.pack import pack_checkpoint
 from moq_hf.report import read_run, write_report
 
 CONFIG: dict[str, Any] = {
@@ -139,6 +140,44 @@ def test_the_float_model_is_evaluated_as_the_trainer_evaluates_logged_and_kept(t
 
 
 PARTS = "1 x the task's own (moq/loss_task) + 1 x the teacher's logits (moq/loss_logits) + 1 x its hidden states"
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_card_and_report_show_the_recipe(evaluates: bool, tmp_path: Path) -> None:
+    trainer = float_first(tmp_path, trainer={} if evaluates else {"eval_dataset": None})
+    trainer.train()
+    trainer.save_state()
+    card = (tmp_path / "quantized" / "README.md").read_text(encoding="utf-8")
+    page = write_report(tmp_path, tmp_path / "report").read_text(encoding="utf-8")
+    recipe = re.findall(r"```json\n(.*?)```", card, re.DOTALL)
+    assert MoQConfig.load(json.loads(recipe[0])) == MoQConfig.load(CONFIG)
+    scores = "whose scores are those of float above" if evaluates else "not scored here"
+    for text in (card, page):
+        assert "float_first=0.5" in text and f"the float model that the first 8 steps made, {scores}." in text
+
+
+def test_card_and_report_name_a_teacher_that_was_given(tmp_path: Path) -> None:
+    given = {"moq_config": CONFIG, "teacher": calm_model(), "train_dataset": rows(32)}
+    trainer = MoQTrainer(calm_model(), arguments(tmp_path, save_strategy="steps", save_steps=STEPS), **given)
+    trainer.train()
+    pack_checkpoint(tmp_path / f"checkpoint-{STEPS}", tmp_path / "packed")
+    page = write_report(tmp_path, tmp_path / "report").read_text(encoding="utf-8")
+    cards = [(tmp_path / name / "README.md").read_text(encoding="utf-8") for name in ("quantized", "packed")]
+    for text in (page, *cards):
+        taught = re.search("It learned from the float model (.*), not scored here", text)
+        assert taught is not None and "BertForSequenceClassification" in taught[1] and "teacher=teacher" in text
+
+
+def test_with_and_without_a_float_phase_no_run_goes_on_from_the_other(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole / "checkpoint-13", tmp_path / "with" / "checkpoint-13")
+    trainer = MoQTrainer(new_model(), arguments(tmp_path / "with"), train_dataset=rows(32), moq_config=WITH_DROPOUT)
+    with pytest.raises(MoQError, match="of a run with float_first, in float up to step 8: give float_first again"):
+        trainer.train(resume_from_checkpoint=True)
+    more = {"save_strategy": "steps", "save_steps": STEPS}
+    without = MoQTrainer(calm_model(), arguments(tmp_path, **more), train_dataset=rows(32), moq_config=CONFIG)
+    without.train()
+    with pytest.raises(MoQError, match="is of a run without float_first: leave it out"):
+        float_first(tmp_path, max_steps=2 * STEPS).train(resume_from_checkpoint=True)
 
 
 def test_both_phases_and_the_parts_of_the_loss_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

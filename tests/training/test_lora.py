@@ -94,6 +94,15 @@ def test_globs_mean_layers_that_are_adapted() -> None:
         quantize_model(adapted(), {**FIXED, "modules_to_not_convert": ["*.value"]})
 
 
+@pytest.mark.parametrize("config", [FIXED, {"quantize_bits": {"target_bits": 4}}])
+def test_gptq_beside_adapters_is_refused_before_the_first_step(config: Any, tmp_path: Path) -> None:
+    model = adapted(target_modules="all-linear")
+    callbacks = [MoQCallback({**config, "quantize_algo": {"gptq": 4}})]
+    trainer = hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=callbacks)
+    with pytest.raises(MoQError, match="gptq: with LoRA the quantized weights are frozen, or an adapter is merged"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(("way", "variant"), [("merge_and_unload", "DoRA"), ("unload", "rslora")])
 def test_unloading_leaves_the_layers_quantized(way: str, variant: str) -> None:
     """With the adapters in their weights, or without, as PEFT's methods say."""
