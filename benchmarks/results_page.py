@@ -113,45 +113,63 @@ def cells_of(lines: Iterable[str]) -> list[list[Any]]:
 
 
 def first_page() -> list[list[Any]]:
-    """What page one has: where training gains most, with the scores of all ways and the size."""
+    """What page one has: where training gains most, with the scores of all ways, the size and the time."""
     found: list[list[Any]] = [
-        ["what is delivered", "size, MB", "in ONNX Runtime, ms", "float", "rounded", "GPTQ", "trained by moq_hf"]
+        ["model", "what is delivered", "MB", "ms", "float", "rounded", "GPTQ", "trained by moq_hf"],
     ]
     times = document("served_inputs")["times"]["ONNX Runtime"]["threads: 1"]["1 x 32"]
     models = document("sizes")["models"]
     encoder, language = models["all-mpnet-base-v2"], models["SmolLM2-135M"]
-    for name, (form, of_size, file) in FIRST_PAGE.items():
-        scores_of = [f"{mean(own):.1f}" if own else "" for own in first_page_scores(form)]
-        speed = f"{times[file]['ms']:.0f} (float {times['float']['ms']:.0f})" if file else ""
-        found.append([name, in_megabytes(encoder, of_size), speed, *scores_of])
-    lines = Lines(RESULTS / "language_models.jsonl").lines
-    for name, (form, of_size, trained) in FIRST_PAGE_LANGUAGE.items():
-        arms = (language_models.ROUNDED, language_models.GPTQ, trained)
-        ways = ((language_models.FLOAT, ""), *((arm, form) for arm in arms))
-        cells = [language_models.cell(lines, *way) for way in ways]
-        found.append([name, in_megabytes(language, of_size), "", *cells])
+    for index, (name, (form, of_size, file)) in enumerate(FIRST_PAGE.items()):
+        *scores_of, trained = [f"{mean(own):.1f}" if own else "" for own in first_page_scores(form)]
+        speed = f"{times[file]['ms']:.0f} of {times['float']['ms']:.0f}" if file else ""
+        model = "MPNet on STS-B: Spearman x 100" if index == 0 else ""
+        trained = f"{trained}{first_page_training(form)}"
+        found.append([model, name, in_megabytes(encoder, of_size), speed, *scores_of, trained])
+    for index, (name, (form, of_size, arm, how)) in enumerate(FIRST_PAGE_LANGUAGE.items()):
+        cells = [f"{value:.2f}" if value < 100 else f"{value:.0f}" for value in first_page_perplexities(form, arm)]
+        model = "SmolLM2-135M on GSM8K: perplexity" if index == 0 else ""
+        cells[-1] = f"{cells[-1]}, {how}"
+        found.append([model, name, in_megabytes(language, of_size), "", *cells])
     return found
 
 
 def in_megabytes(size: Mapping[str, Any], form: str) -> str:
     """What a form of a model takes, and the model in float."""
-    return f"{size['forms'][form] / 1e6:.0f} (float {size['float'] / 1e6:.0f})"
+    return f"{size['forms'][form] / 1e6:.0f} of {size['float'] / 1e6:.0f}"
 
 
 def first_page_scores(form: str) -> list[dict[int, float]]:
-    """The scores of float, and of a form rounded, by GPTQ and trained, by the seeds that all rows of page one have.
+    """The scores of float, and of a form rounded, by GPTQ and trained, by the seeds that all of these have.
 
     Trained is from GPTQ's rounding, where that was tried; one seed alone is not shown.
     """
+    rounded, gptq, trained, from_gptq = base_ways(*BASE_FORMS[form])
+    ways = [way if len(way) > 1 else {} for way in (base_floats(), rounded, gptq, from_gptq or trained)]
+    seeds = set.intersection(*(set(way) for way in ways if way))
+    return [{seed: way[seed] for seed in sorted(seeds) if way} for way in ways]
 
-    def shown(form: str) -> list[dict[int, float]]:
-        rounded, gptq, trained, from_gptq = base_ways(*BASE_FORMS[form])
-        ways = (base_floats(), rounded, gptq, from_gptq or trained)
-        return [way if len(way) > 1 else {} for way in ways]
 
-    every = [way for form, *_ in FIRST_PAGE.values() for way in shown(form) if way]
-    seeds = sorted(set(every[0]).intersection(*every))
-    return [{seed: way[seed] for seed in seeds if way} for way in shown(form)]
+def first_page_training(form: str) -> str:
+    """What page one adds to the score of a trained model: where it started, or what one seed alone gave."""
+    *_, trained, from_gptq = base_ways(*BASE_FORMS[form])
+    if from_gptq:
+        return ", from GPTQ"
+    if len(trained) != 1:
+        return ""
+    ((seed, score),) = trained.items()
+    return f"{score - base_floats()[seed]:+.1f} to float (one seed)"
+
+
+def first_page_perplexities(form: str, trained: str) -> list[float]:
+    """Perplexities in float, rounded, by GPTQ and trained in this way: means over the seeds that all of these have."""
+    ways: list[dict[int, float]] = []
+    for arm in (language_models.FLOAT, language_models.ROUNDED, language_models.GPTQ, trained):
+        own = "" if arm == language_models.FLOAT else form
+        lines = [line for line in lines_of("language_models") if (line["arm"], line["form"]) == (arm, own)]
+        ways.append({line["seed"]: line["perplexity"] for line in lines})
+    seeds = set.intersection(*map(set, ways))
+    return [statistics.fmean(way[seed] for seed in seeds) for way in ways]
 
 
 def equal_steps() -> list[list[Any]]:
@@ -594,18 +612,32 @@ BASE_FORMS = {
 
 # Rows of page one: a form, what `sizes.py` calls it, and its file in ONNX Runtime, if that multiplies integers.
 FIRST_PAGE = {
-    "8-bit weights, 8-bit static inputs, symmetric": ("8 bits; 8, static symmetric", "w8a8", "w8a8, symmetric, int8"),
-    "the same with a zero point (`w8a8`)": ("`w8a8`: 8 bits; 8, static asymmetric", "w8a8", "w8a8, int8"),
-    "2-bit weights in groups of 32": ("2 bits, groups of 32", "2 bits, groups of 32", ""),
+    "weights and inputs (activations) of 8 bits, static, symmetric": (
+        "8 bits; 8, static symmetric",
+        "w8a8, symmetric, tables in float",
+        "w8a8, symmetric, int8",
+    ),
+    "the same with a zero point: `w8a8`": (
+        "`w8a8`: 8 bits; 8, static asymmetric",
+        "w8a8, tables in float",
+        "w8a8, int8",
+    ),
+    "weights of 2 bits, groups of 32": ("2 bits, groups of 32", "2 bits, groups of 32, tables in float", ""),
 }
 # Of the language model: form of `language_models`, that of its size, and the way to train that did best.
 FIRST_PAGE_LANGUAGE = {
-    "a language model at 4 bits in groups of 32: perplexity": (
+    "weights of 4 bits, groups of 32": (
         "4",
         "4 bits, groups of 32",
         language_models.AT_THE_END,
+        "in the last tenth, from GPTQ",
     ),
-    "the same at 2 bits": ("2", "2 bits, groups of 32", language_models.TAUGHT_FROM_GPTQ),
+    "weights of 2 bits, groups of 32": (
+        "2",
+        "2 bits, groups of 32",
+        language_models.TAUGHT_FROM_GPTQ,
+        "taught, from GPTQ",
+    ),
 }
 
 

@@ -3,8 +3,8 @@
     python benchmarks/sizes.py
 
 Bytes follow from shapes alone, so weights are random. `forms` are those of docs/results/rounded-inputs.md: tables of
-encoders have 8 bits as in presets, or 4, that of the language model is in float. Models that are not named keep what
-the file says of them.
+encoders have 8 bits as in presets, 4, or are in float as those whose scores were measured; that of the language model
+is in float. Models that are not named keep what the file says of them.
 """
 
 import argparse
@@ -50,6 +50,13 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
         "w4a8": {"config": "w4a8"},
         "w4a4": {"config": "w4a4"},
         **{f"{bits} bits, groups of 32": {"bits": bits, "group_size": 32} for bits in (4, 3, 2)},
+        "w8a8, tables in float": {"config": "w8a8", "embeddings": None},
+        "w8a8, symmetric, tables in float": {
+            "config": "w8a8",
+            "activations": {"symmetric": True},
+            "embeddings": None,
+        },
+        "2 bits, groups of 32, tables in float": {"bits": 2, "group_size": 32, "embeddings": None},
     },
     "SmolLM2-135M": {
         f"{bits} bits, groups of 32": {"bits": bits, "group_size": 32, "embeddings": None} for bits in (4, 3, 2)

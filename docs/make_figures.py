@@ -42,11 +42,11 @@ BITS = (4, 3, 2)
 INK = {"": "#1f2328", "-dark": "#e6edf3"}
 LINES = {"": ("#1f6feb", "#bc4c00", "#1a7f37"), "-dark": ("#58a6ff", "#f0883e", "#3fb950")}
 FAINT = "#848d97"
-# Forms of a model of BERT-base's size, by what the page of rounded inputs calls them: the name of the folder's size in
-# `sizes.json`, and what stands beside the arrow.
+# Rows of page one that are drawn, and what stands beside them.
 FORMS = {
-    "8 bits; 8, static symmetric": ("w8a8", "8-bit weights,\n8-bit symmetric inputs"),
-    "2 bits, groups of 32": ("2 bits, groups of 32", "2-bit weights"),
+    "weights and inputs (activations) of 8 bits, static, symmetric": "8-bit weights, 8-bit inputs,\nsymmetric: rounded",
+    "the same with a zero point: `w8a8`": "with a zero point: rounded",
+    "weights of 2 bits, groups of 32": "2-bit weights: rounded",
 }
 BASE_MODEL = "all-mpnet-base-v2"
 
@@ -96,59 +96,60 @@ def draw_scores(axes: Axes) -> None:
     axes.legend(loc="lower left")
 
 
-def gains() -> tuple[dict[int, float], dict[str, tuple[dict[int, float], ...]]]:
-    """Give the scores of float, and of each form those of the rounded model, of GPTQ's and of the trained one, by seed.
+Way = dict[int, float]
 
-    As page one's table has them: of the seeds that all rows have.
-    """
-    found = {form: results_page.first_page_scores(form) for form in FORMS}
-    floats = next(iter(found.values()))[0]
-    return floats, {form: (rounded, gptq, trained) for form, (_, rounded, gptq, trained) in found.items()}
+
+def gains() -> dict[str, tuple[Way, Way, Way]]:
+    """Give each form's points against float by seed: rounded, by GPTQ and trained, as page one's table has them."""
+    found = {}
+    for name in FORMS:
+        form, *_ = results_page.FIRST_PAGE[name]
+        floats, *ways = results_page.first_page_scores(form)
+        rounded, gptq, trained = ({seed: way[seed] - floats[seed] for seed in way} for way in ways)
+        found[name] = rounded, gptq, trained
+    return found
 
 
 def draw_gains(axes: Axes) -> None:
-    """Draw the score over the size of the delivered folder, an arrow from the rounded model to the trained one."""
+    """Draw points against float over the size of the folder: rounded, by GPTQ, and an arrow to the trained model."""
     bytes_of = results_page.document("sizes")["models"][BASE_MODEL]
-    floats, ways = gains()
-    places = {"float": bytes_of["float"] / 1e6}
-    best = results_page.mean(floats)
-    axes.axhline(best, linewidth=1, linestyle="--", color=FAINT)
-    axes.plot(places["float"], best, marker="s", markersize=8, color=FAINT)
-    axes.annotate("float", (places["float"], best), (-10, -5), textcoords="offset points", ha="right", va="top")
-    colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
-    for (form, (rounded, gptq, trained)), color in zip(ways.items(), colors, strict=False):
-        size, label = FORMS[form]
-        place = places[size] = bytes_of["forms"][size] / 1e6
-        low, high = (results_page.mean(own) for own in (rounded, trained))
-        arrow = {"arrowstyle": "-|>", "color": color, "linewidth": 2, "shrinkA": 6, "shrinkB": 6}
-        axes.annotate("", (place, high), (place, low), arrowprops=arrow)
+    places = [bytes_of["float"] / 1e6]
+    axes.axhline(0, linewidth=1, linestyle="--", color=FAINT)
+    axes.plot(places[0], 0, marker="s", markersize=8, color=FAINT)
+    axes.annotate("float", (places[0], 0), (0, -8), textcoords="offset points", ha="center", va="top")
+    first, second, *_ = plt.rcParams["axes.prop_cycle"].by_key()["color"]
+    for (name, (rounded, gptq, trained)), color in zip(gains().items(), (first, first, second), strict=True):
+        _, size, _ = results_page.FIRST_PAGE[name]
+        place = bytes_of["forms"][size] / 1e6
+        places.append(place)
+        low = results_page.mean(rounded)
+        shown = [(rounded, "o", "none"), (gptq, "D", "none"), (trained, "o", color)]
+        for own, marker, face in shown:
+            if own:
+                height = results_page.mean(own)
+                axes.plot(place, height, marker, markersize=9, markeredgewidth=2, color=color, markerfacecolor=face)
+        for own in (rounded, trained):
+            axes.plot([place] * len(own), [*own.values()], marker="_", markersize=14, linestyle="", color=color)
+        if trained:
+            start = results_page.mean(gptq or rounded)
+            arrow = {"arrowstyle": "-|>", "color": color, "linewidth": 2, "shrinkA": 6, "shrinkB": 6}
+            axes.annotate("", (place, results_page.mean(trained)), (place, start), arrowprops=arrow)
+        beside = {"textcoords": "offset points", "va": "center", "fontsize": "small", "color": color}
+        axes.annotate(FORMS[name], (place, low), (11, -9 if low > -1 else 0), **beside)
         if gptq:
-            axes.plot(place, results_page.mean(gptq), marker="D", markersize=7, color=color, markerfacecolor="none")
-        for height, own, face in ((low, rounded, "none"), (high, trained, color)):
-            axes.plot(place, height, marker="o", markersize=9, markeredgewidth=2, color=color, markerfacecolor=face)
-            if len(own) > 1:
-                axes.plot([place] * len(own), [*own.values()], marker="_", markersize=14, linestyle="", color=color)
-        axes.annotate(
-            label,
-            (place, low),
-            (9, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize="small",
-            color=color,
-        )
+            axes.annotate("GPTQ", (place, results_page.mean(gptq)), (11, -4), **beside)
     for name, face in (("rounded", "none"), ("trained", FAINT)):
         axes.plot([], [], marker="o", markeredgewidth=2, linestyle="", color=FAINT, markerfacecolor=face, label=name)
     axes.plot([], [], marker="D", markersize=7, linestyle="", color=FAINT, markerfacecolor="none", label="GPTQ")
     axes.plot([], [], marker="_", markersize=14, linestyle="", color=FAINT, label="each seed")
     axes.set_xscale("log")
     axes.margins(y=0.1)
-    axes.set_xticks([*places.values()], [f"{place:.0f} MB" for place in places.values()])
+    ticks = {f"{place:.0f} MB": place for place in places}
+    axes.set_xticks([*ticks.values()], [*ticks])
     axes.set_xticks([], minor=True)
     axes.set_xlabel("size of the delivered folder")
-    axes.set_ylabel("Spearman x 100")
-    seeds = "one seed" if len(floats) == 1 else f"means of {len(floats)} seeds"
-    axes.set_title(f"A model of BERT-base's size on STS-B, {seeds}")
+    axes.set_ylabel("points against float")
+    axes.set_title("MPNet, a model of BERT-base's size, on STS-B: means of seeds")
     axes.legend(loc="lower right")
 
 

@@ -477,8 +477,10 @@ def prepared(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         from trl import SFTConfig
 
         sft_args = SFTConfig("runs/chat", max_steps=40, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True)
-        found |= {"classifier": copy.deepcopy(model), "batch": batch, "sft_args": sft_args}
-        found["dialogues"] = made["dialogues"]
+        of_texts = made["tokenizer"](["a b c d"] * 8, return_tensors="pt")
+        found |= {"classifier": copy.deepcopy(model), "encoder": model, "batch": batch, "batches": [of_texts] * 16}
+        found |= {name: made[name] for name in ("language_model", "dialogues")}
+        found["sft_args"] = sft_args
     if page.name == "resume.md":
         found["trainer"] = tiny_runs.moq(Path("runs/mrpc"), save_strategy="steps", save_steps=6, max_steps=12)
         found["trainer"].train()

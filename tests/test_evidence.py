@@ -146,10 +146,19 @@ def test_page_one_shows_what_its_example_printed() -> None:
     assert found["seconds"] < 90
 
 
-def test_page_one_compares_the_same_seeds() -> None:
+def test_page_one_compares_the_same_seeds_and_says_how_many() -> None:
     rows = [results_page.first_page_scores(form) for form, *_ in results_page.FIRST_PAGE.values()]
-    (seeds,) = {tuple(scores) for row in rows for scores in row if scores}
-    assert len(seeds) > 1 and all(floats and rounded for floats, rounded, *_ in rows)
+    counts = []
+    for floats, *ways in rows:
+        (seeds,) = {tuple(scores) for scores in (floats, *ways) if scores}
+        counts.append(len(seeds))
+    assert counts == [3, 3, 2] and "three seeds, at 2 bits two;" in page("README.md")
+    sizes = results_page.document("sizes")["models"]["all-mpnet-base-v2"]["forms"]
+    small = {form: sizes[form] / 1e6 for form in ("w8a8", "2 bits, groups of 32")}
+    for form, megabytes in small.items():
+        assert f"{sizes[f'{form}, tables in float'] / 1e6 - megabytes:.0f} MB less" in " ".join(
+            page("README.md").split()
+        )
 
 
 def test_the_figures_of_the_small_language_model_are_those_of_its_lines() -> None:
