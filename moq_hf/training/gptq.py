@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -21,7 +22,9 @@ from ..seams.transformers import prepared_inputs
 from ..weight_matrix import from_rows, to_rows
 from .measuring import eager, evaluating
 from .replay import NoAnswer, Replay
-from .samples import first_batches
+from .samples import first_batches, rows_of
+
+logger = logging.getLogger(__name__)
 
 
 class _StopForward(Exception):
@@ -78,6 +81,11 @@ def start_from_gptq(
         batches = [
             prepared_inputs(trainer, batch) for batch in first_batches(loader, share)
         ]
+        count = sum(rows_of(batch) for batch in batches)
+        if count < share:
+            logger.warning(
+                "moq_hf: GPTQ reads %d training examples: the data has no more", count
+            )
         rounded = filter(_is_trained, can_round(layers))
         round_weights(model, rounded, batches, trainer.compute_loss)
 

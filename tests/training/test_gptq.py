@@ -237,6 +237,14 @@ def test_after_a_float_phase_it_starts_from_the_float_model(used: Calls, tmp_pat
     assert callback_of(trainer).delivered.proof.agrees
 
 
+def test_data_with_fewer_examples_than_gptq_asks_for_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = rows()
+    for lacking in (0, 1):
+        callbacks = [MoQCallback(**PLAIN, gptq=len(data) + lacking)]
+        Trainer(new_model(), arguments(tmp_path, max_steps=1), train_dataset=data, callbacks=callbacks).train()
+        assert caplog.text.count(f"GPTQ reads {len(data)} training examples: the data has no more") == lacking
+
+
 def test_what_cannot_be_rounded_so_is_an_error_before_the_first_step(tmp_path: Path) -> None:
     model = new_model()
     with torch.no_grad():
