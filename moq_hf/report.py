@@ -21,12 +21,12 @@ from pydantic import BaseModel, NonNegativeInt, with_config
 from typing_extensions import TypedDict
 
 from .errors import MoQError, explained, read_as, read_json, require
-from .packed.card import RunFacts, facts_of_folder
+from .packed.card import RunFacts, began_at, facts_of_folder
 from .packed.state import STATE_NAME, deploy_command
 from .packed.verify import recorded
 from .rendering import TEMPLATES, rendered
 from .schedule import FLOAT_BITS, begins_in_float
-from .text import metrics_in
+from .text import metrics_in, scores_in
 from .training.checkpoints import STATE_FILE, checkpoints, entry_of_moq, last_metrics
 from .training.float_first import FOLDER, METRICS
 from .training.resume import saved_state
@@ -51,9 +51,6 @@ class _State(BaseModel):
     global_step: NonNegativeInt
     log_history: list[_Line] = []
     stateful_callbacks: dict[str, Any] = {}
-
-
-_NO_SCORES = ("loss", "entropy", "num_tokens")
 
 
 @dataclass(frozen=True)
@@ -96,8 +93,8 @@ class Run(RunFacts):
 
     @property
     def scores(self) -> list[str]:
-        """The names of the metrics, without the loss and what TRL tells of the text."""
-        return [name for name in self.quantized if name not in _NO_SCORES]
+        """The names of the metrics, without the loss."""
+        return [name for name in self.quantized if name != "loss"]
 
     def by_block(self, kind: str) -> dict[str, Series]:
         """Block name to the series of `moq/<kind>/<block>` that has values, layer.2 before layer.10."""
@@ -163,6 +160,7 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         float_step=entry["attributes"].get("float_steps", next(phases, None)),
         choice=saved["choice"],
         teacher_given=entry["attributes"].get("teacher_name"),
+        began=began_at(saved["config"], [step for step, *_ in saved["history"]]),
         delivered=delivered,
     )
 
@@ -199,7 +197,7 @@ def _metrics(
     if not found and state is not None:
         found = last_metrics(state.log_history)
     evaluated = {k: value for k, value in found.items() if k.startswith("eval_")}
-    return metrics_in(evaluated)
+    return scores_in(evaluated)
 
 
 def write_report(
@@ -229,7 +227,13 @@ def write_report(
 def _page(run: Run) -> str:
     from markdown_it import MarkdownIt
 
-    facts: dict[str, Any] = {"run": run, "found": None, "training": {}, "deploy": None}
+    facts: dict[str, Any] = {
+        "run": run,
+        "found": None,
+        "training": {},
+        "deploy": None,
+        "serve_with": None,
+    }
     if run.delivered is not None:
         found = recorded(run.delivered)
         with explained(f"{run.delivered} is not as it was delivered"):

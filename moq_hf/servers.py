@@ -68,6 +68,7 @@ class Server:
         tried: Classes of which a model was served, or one whose weights are loaded by
             the same code.
         refused: Reasons why classes are refused whatever their grid, and those classes.
+        takes_adapters: Whether it loads adapters of PEFT beside the model.
         is_named: Whether `serve` may name it.
     """
 
@@ -95,6 +96,7 @@ class Server:
     half_scales: bool = True
     tried: str = ""
     refused: tuple[tuple[str, str], ...] = ()
+    takes_adapters: bool = False
     is_named: bool = True
 
     @property
@@ -144,6 +146,7 @@ TRANSFORMERS = Server(
     range(1, 17),
     range(2, 17),
     half_scales=False,
+    takes_adapters=True,
 )
 # Groups other than 32, 64 and 128, and bits other than 4 and 8, run on its Humming
 # kernels. MXFP4, NVFP4 and FP8 follow its source: none was run, but for FP8 on a CPU.
@@ -181,6 +184,7 @@ VLLM = Server(
             "BambaForCausalLM DistilBertForSequenceClassification Lfm2ForCausalLM MptForCausalLM XLMRobertaModel",
         ),
     ),
+    takes_adapters=True,
 )
 VLLM_CPU = replace(
     VLLM,

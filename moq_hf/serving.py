@@ -30,6 +30,7 @@ class Description:
             does, or nobody tried.
         scales: Dtype of the scales in the file.
         layout: How the files hold the weights; see `formats.table`.
+        has_adapters: Whether adapters of PEFT stay beside it.
     """
 
     architecture: str
@@ -39,6 +40,7 @@ class Description:
     unserved: str | None = None
     scales: str = "float32"
     layout: str = "packed"
+    has_adapters: bool = False
 
 
 # Experts in one tensor, as only checkpoints of GPT-OSS and Llama 4 should have them.
@@ -84,6 +86,10 @@ def verdict(model: Description, server: Server) -> Verdict:
         least = layout.needs["transformers"].removesuffix(".0")
         notes.append(
             f"from {least} on: older versions do not know quant_method {layout.method}"
+        )
+    if model.has_adapters and server.takes_adapters and server is not TRANSFORMERS:
+        notes.append(
+            "the adapter goes beside the folder by its LoRA options, which were not tried"
         )
     has_half_scales = server.half_scales and any(
         weight.is_served_as_codes and not _multiplies(server, weight)
@@ -134,6 +140,10 @@ def _reasons(model: Description, server: Server) -> list[str]:
     if reasons:
         # No grid helps a class that is not served at all.
         return reasons
+    if model.has_adapters and not server.takes_adapters:
+        reasons.append(
+            'it takes one model, without adapters beside it; lora "merged" is served'
+        )
     layout = LAYOUTS[model.layout]
     if server is not TRANSFORMERS and layout.is_for_transformers_alone:
         reasons.append(

@@ -18,6 +18,9 @@ _NO_METRIC = re.compile(
 )
 
 
+_NO_SCORES = ("entropy", "num_tokens")
+
+
 def progress(items: Iterable[T], what: str) -> Iterable[T]:
     """Iterate with a progress bar, if stderr is a terminal."""
     found: Iterable[T] = tqdm(items, what, leave=False, disable=None)
@@ -110,3 +113,13 @@ def metrics_in(logged: Mapping[str, Any]) -> dict[str, float]:
         # False for NaN; an integer may be too large for a float.
         and abs(value) <= sys.float_info.max
     }
+
+
+def scores_in(logged: Mapping[str, Any]) -> dict[str, float]:
+    """As `metrics_in`, without what TRL tells of the text.
+
+    >>> scores_in({"eval_loss": 2.5, "eval_entropy": 1.25, "eval_num_tokens": 4096.0})
+    {'loss': 2.5}
+    """
+    found = metrics_in(logged)
+    return {name: found[name] for name in found if name not in _NO_SCORES}

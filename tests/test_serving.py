@@ -440,6 +440,34 @@ def test_peft_s_names_are_not_the_server_s() -> None:
     assert not any("lora" in name for name in (*found.weights, *found.floats))
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_beside_the_model(tmp_path: Path) -> None:
+    def adapted(lora: str | None) -> Any:
+        model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
+        return quantize_model(model, moq(["mlx", "llama.cpp", "vllm"], lora=lora))
+
+    refused = (
+        r"mlx-lm by moq-hf export 0.32.2: it takes one model, without adapters beside it; lora \"merged\" is served"
+    )
+    with pytest.raises(MoQError, match=refused) as error:
+        adapted(None)
+    assert "vLLM" not in str(error.value) and "llama.cpp by moq-hf export" in str(error.value)
+    model = quantize_model(peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"])), moq(["vllm"]))
+    save_quantized(model, tmp_path / "beside")
+    found = {verdict.server: verdict for verdict in served_by(tmp_path / "beside")}
+    assert {server for server in SERVERS if "without adapters" in str(found[server].reasons)} == {
+        GGUF,
+        ONNX,
+        EXECUTORCH,
+        MLX,
+    }
+    assert "by its LoRA options" in str(found[VLLM].notes) and "adapter" not in str(found[TRANSFORMERS].notes)
+    for export in ("mlx", "onnx", "float"):
+        assert main(["export", str(tmp_path / "beside"), "--to", export, str(tmp_path / export)]) == 2
+    save_quantized(adapted("merged"), tmp_path / "merged")
+    assert not any("adapters" in str(verdict.reasons) for verdict in served_by(tmp_path / "merged"))
+
+
 def test_a_stock_trainer_stops_before_the_first_step(tmp_path: Path) -> None:
     data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
     callback = MoQCallback(moq(["vllm"], modules_to_not_convert=["lm_head", "up_proj"]))

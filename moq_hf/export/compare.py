@@ -23,6 +23,7 @@ from ..grid import InputGrid
 from ..inputs import InputObserver, load_ranges, new_inputs, range_of
 from ..model.convert import dequantize_model
 from ..model.inventory import Inventory, is_packed
+from ..packed.files import ADAPTER
 from ..packed.load_check import quiet
 from ..packed.pack import model_class, read_config
 from ..packed.reading import stored_weights
@@ -169,12 +170,27 @@ def takes_pictures(model: Any) -> bool:
     return bool(model.main_input_name == "pixel_values")
 
 
+def refuse_adapters(folder: Path) -> None:
+    """Check that a checkpoint is a whole model.
+
+    Raises:
+        MoQError: It has adapters beside it.
+    """
+    if (folder / ADAPTER).exists():
+        raise MoQError(
+            f"{folder} has adapters in {ADAPTER}/, which an export of the base model would leave out: train with "
+            'lora="merged", whose folder is one model'
+        )
+
+
 def load_floats(directory: Path, **options: Any) -> Any:
     """Load the model of a packed checkpoint with plain transformers, and unpack it to rounded float weights.
 
     Raises:
-        MoQError: Its class is not one of transformers', or transformers cannot load it.
+        MoQError: It has adapters beside it, its class is not one of transformers', or
+            transformers cannot load it.
     """
+    refuse_adapters(directory)
     cls = model_class(read_config(directory))
     with quiet(), explained(f"transformers cannot load {directory}"):
         model = cls.from_pretrained(directory, **options)

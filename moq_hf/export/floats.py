@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-from ..errors import MoQError
-from ..packed.files import ADAPTER, CONFIG, copy_tokenizer, new_path, staged
+from ..packed.files import CONFIG, copy_tokenizer, new_path, staged
 from ..packed.load_check import quiet
 from ..packed.verify import verify_quantized
 from ..seams.transformers import original_format, ties_in_files, untie
@@ -43,7 +42,6 @@ def write_floats(folder: Path, target: Path) -> Path:
     Raises:
         MoQError: As `export_floats`.
     """
-    refuse_adapters(folder)
     with quiet():
         model = load_floats(folder, dtype="auto")
         with staged(target) as staging:
@@ -59,15 +57,3 @@ def write_floats(folder: Path, target: Path) -> Path:
                 untie(staging / CONFIG)
             copy_tokenizer(folder, staging)
     return target
-
-
-def refuse_adapters(folder: Path) -> None:
-    """Check that a checkpoint is a whole model.
-
-    Raises:
-        MoQError: It has adapters beside it.
-    """
-    if (folder / ADAPTER).exists():
-        raise MoQError(
-            f"{folder} has adapters in {ADAPTER}/, which an export of the base model would leave out"
-        )

@@ -53,7 +53,7 @@ from ..seams.transformers import original_format
 from ..servers import MLX
 from ..text import dtype_name, megabytes, progress
 from ..weight_matrix import is_experts, parameter_of
-from .floats import refuse_adapters
+from .compare import refuse_adapters
 
 _WIDTHS = (2, 3, 4, 5, 6, 8)
 _LARGEST_GROUP = 128

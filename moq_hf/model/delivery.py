@@ -187,4 +187,5 @@ def describe(inventory: Inventory, config: MoQConfig, bits: int) -> Description:
         floats=others - weights.keys(),
         is_encoder_decoder=bool(getattr(config_of_model, "is_encoder_decoder", False)),
         scales=config.float32_grid.scale_dtype,
+        has_adapters=bool(inventory.adapters) and not inventory.merged,
     )

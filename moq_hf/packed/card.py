@@ -1,7 +1,7 @@
 """The model card of a packed checkpoint: facts about the folder and its run, for the templates that show them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,17 @@ from ..seams.sentence_transformers import (
     loads_as,
 )
 from ..seams.transformers import training_summary
-from ..text import metrics_in, quoted
+from ..text import quoted, scores_in
 from ..training.budget import Choice
 from ..training.float_first import before_float
 from .files import ADAPTER, active_adapter
-from .state import STATE_NAME, hub_id
+from .state import STATE_NAME, deploy_command, hub_id
 from .verify import Verification, verify_quantized
 
 # setup.cfg has the same.
 _LEAST_PEFT = "0.17"
 TAGS = ("moq", "quantization-aware-training")
+THIS_FOLDER = "path/to/this/folder"
 _KINDS = {"embedding": "embedding tables", "conv": "convolutions"}
 
 
@@ -51,6 +52,7 @@ class RunFacts:
         choice: The bits that were chosen under a budget; None without a budget.
         teacher_given: The Hub id or the class of a teacher that the config does not name;
             None if there was none, or a float phase made it.
+        began: The step after which the first weight was quantized; 0 for the start.
     """
 
     config: MoQConfig
@@ -60,6 +62,7 @@ class RunFacts:
     float_step: int | None
     choice: Choice | None
     teacher_given: str | None
+    began: int
 
     @property
     def before(self) -> str:
@@ -75,11 +78,30 @@ class RunFacts:
         return share if self.float_step and isinstance(share, float) else None
 
     @property
+    def while_training(self) -> str:
+        """When its weights were quantized, in words; empty without a run."""
+        if self.steps is None:
+            return ""
+        if self.began == 0:
+            return " while it trained,"
+        last = self.steps - self.began
+        return f" in the last {last:,} of its {self.steps:,} training steps,"
+
+    @property
     def recipe(self) -> dict[str, Any]:
         """The keys of the config that a user would write."""
         if self.float_first is None:
             return self.config.changed()
         return before_float(self.config).changed()
+
+
+def began_at(config: MoQConfig, switches: Sequence[int]) -> int:
+    """The step after which quantization began, from the steps at which bits changed; 0 for the start.
+
+    >>> began_at(MoQConfig(bits=4, offset=0.9), [18, 18]), began_at(MoQConfig(bits=4), [])
+    (18, 0)
+    """
+    return min(switches, default=0) if config.offset else 0
 
 
 def write_card(
@@ -117,7 +139,7 @@ def write_card(
     dataset = dataset or {}
     found = found or verify_quantized(folder)
     state = found.state
-    metrics = metrics_in(state["metrics"])
+    metrics = scores_in(state["metrics"])
     name = data.model_name or folder.resolve().name
     data.model_name = name.rpartition("/")[2]
     _complete(data, found, loads_as(folder), list(metrics))
@@ -138,16 +160,17 @@ def write_card(
     # Metrics that the user gave may hold a step of another run.
     if not (isinstance(float_step, int) and isinstance(config.offset, float)):
         float_step = None
-    place = name if "/" in name else "path/to/this/folder"
+    place = name if "/" in name else THIS_FOLDER
     choice = state.get("choice")
     run = RunFacts(
         config,
         state["step"],
         metrics,
-        metrics_in(in_float),
+        scores_in(in_float),
         float_step,
         read_as(Choice | None, choice, str(folder / STATE_NAME), "choice"),
         state.get("teacher"),
+        began_at(config, [switch["step"] for switch in state["history"]]),
     )
     text = rendered(
         "card.md",
@@ -155,6 +178,7 @@ def write_card(
         source=dataset.get("dataset_name") or dataset.get("dataset_type"),
         run=run,
         training=training or {},
+        serve_with=deploy_command(folder, THIS_FOLDER),
         **facts_of_folder(found, folder, place, model),
     )
     path = folder / "README.md"

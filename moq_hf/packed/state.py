@@ -316,7 +316,7 @@ def check_taken(directory: Path, server: Server) -> None:
             raise MoQError(f"{directory}: {'; '.join(found.reasons)}")
 
 
-def deploy_command(folder: Path) -> str | None:
+def deploy_command(folder: Path, name: str | None = None) -> str | None:
     """The command that serves or exports a packed checkpoint where its class was tried; None if there is none.
 
     What the config names in `serve` comes first.
@@ -324,11 +324,12 @@ def deploy_command(folder: Path) -> str | None:
     Args:
         folder: What `save_quantized` wrote, with its tokenizer or processor, which
             exports need.
+        name: The folder's name in the command; None is its path.
 
     Raises:
         MoQError: The state or the config is missing or damaged.
     """
-    place = shlex.quote(str(folder))
+    place = shlex.quote(name or str(folder))
     commands = {
         "llama.cpp": f"moq-hf export {place} --to gguf --converter convert_hf_to_gguf.py",
         "vllm": f"vllm serve {place}",
@@ -408,6 +409,7 @@ def _described(folder: Path) -> tuple[serving.Description, MoQConfig]:
         is_encoder_decoder=config.get("is_encoder_decoder") is True,
         unserved=unserved,
         layout=state["layout"],
+        has_adapters=(folder / ADAPTER).exists(),
         scales=trained.grid_of(str(config.get("dtype") or "float32")).scale_dtype,
     )
     return model, trained

@@ -10,9 +10,18 @@ import pytest
 from huggingface_hub import ModelCard, ModelCardData
 from markdown_it import MarkdownIt
 from packed_bert import SHAPE, checkpoint, config_of
-from transformers import BertConfig, BertForSequenceClassification
+from repo import ROOT
+from tiny_runs import arguments, new_model, rows
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+)
 
-from moq_hf import MoQError, verify_quantized
+from moq_hf import MoQCallback, MoQError, quantize_model, save_quantized, verify_quantized
 from moq_hf.packed.card import write_card
 from moq_hf.packed.load_check import Proof
 from moq_hf.packed.state import read_state, record_metrics, write_state
@@ -35,6 +44,14 @@ STRANGE = [
     "&lt;",
     "layer_1.query",
 ]
+DEMO = ROOT / "examples" / "demo"
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 OF_THE_TEMPLATE = {"h1", "h2", "p", "pre", "code", "ul", "li", "details", "summary"}
 OF_THE_TEMPLATE |= {"table", "thead", "tbody", "tr", "th", "td"}
 
@@ -88,6 +105,25 @@ def test_strange_names_are_shown_as_they_are(name: str, folder: Path, found: Ver
     assert shown.texts.count(name) == 3
     for text in (f" on {name} with Mixture", f"the float model {name}, not", f"not packed otherwise: {name}."):
         assert text in "\n".join(shown.texts)
+
+
+def test_when_and_how_the_weights_were_rounded(folder: Path, tmp_path: Path) -> None:
+    callbacks = [MoQCallback(bits=3, offset=0.75, gptq=4, group_size=8, embeddings=None)]
+    Trainer(new_model(), arguments(tmp_path, max_steps=16), train_dataset=rows(), callbacks=callbacks).train()
+    card = (tmp_path / "quantized" / "README.md").read_text(encoding="utf-8")
+    assert "were quantized in the last 4 of its 16 training steps, to 3 bits" in card
+    assert "GPTQ rounded the weights of linear layers by 4 examples, or as many as there were; training went on" in card
+    assert "were quantized while it trained, to" in write_card(folder).read_text(encoding="utf-8")
+    quantize_model(model := new_model(), bits=4, group_size=8, embeddings=None)
+    save_quantized(model, tmp_path / "rounded")
+    assert "were quantized to 4 bits" in (tmp_path / "rounded" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_command_that_serves_it(tmp_path: Path) -> None:
+    model, tokenizer = LlamaForCausalLM(LlamaConfig(**TINY)), AutoTokenizer.from_pretrained(DEMO / "model")
+    save_quantized(quantize_model(model, "lm-w4", serve=["vllm"]), tmp_path / "small", processing_class=tokenizer)
+    card = (tmp_path / "small" / "README.md").read_text(encoding="utf-8")
+    assert "Serve or convert it: `vllm serve path/to/this/folder`" in card and str(tmp_path) not in card
 
 
 def test_it_has_metrics_alone(folder: Path) -> None:

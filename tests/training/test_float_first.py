@@ -154,6 +154,9 @@ def test_card_and_report_show_the_recipe(evaluates: bool, tmp_path: Path) -> Non
     scores = "whose scores are those of float above" if evaluates else "not scored here"
     for text in (card, page):
         assert "float_first=0.5" in text and f"the float model that the first 8 steps made, {scores}." in text
+    # Nothing evaluated the quantized model.
+    shown = "| metric | float after 8 of 16 steps |\n| --- | --- |\n| loss | " in card
+    assert shown == evaluates == ("The quantized model was not evaluated." in card)
 
 
 def test_card_and_report_name_a_teacher_that_was_given(tmp_path: Path) -> None:
