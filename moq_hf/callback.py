@@ -457,7 +457,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         schedule = controller.schedule
         # The schedule did not count steps before it began, nor skipped ones.
         steps = run.last - (run.first - schedule.steps)
-        check_room(schedule, steps)
+        if run.saved is not None:
+            check_room(schedule, steps)
         # A resumed schedule keeps the length that it was planned for.
         planned = schedule.total_steps if self.config.depends_on_length else None
         config = self.config
@@ -481,6 +482,11 @@ class MoQCallback(TrainerCallback, ExportableState):
         else:
             tqdm.write(f"moq_hf plan: {self.plan.table()}")
         notes = [*controller.warnings(), *self.plan.notes]
+        if schedule.steps and planned and planned != steps:
+            notes.append(
+                f"shares of the run, such as {config.spell('offset')} and {config.spell('deadline')}, count the "
+                f"{planned:,} steps that the checkpoint's run had, not the {steps:,} of this one"
+            )
         is_taught = self.trainer is not None and (
             self._teacher is not None or self.trainer.float_phase is not None
         )

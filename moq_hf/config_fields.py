@@ -914,7 +914,7 @@ class ConfigFields:
         ):
             yield (
                 f"{spell('deadline')}: {self.deadline:g} of the run is not after {spell('offset')} {self.offset:g}, "
-                "where bits begin to fall; make it later, or the offset earlier"
+                f"where bits begin to fall; make it later, or the offset earlier{self._without_falling(spell)}"
             )
         yield from self._bits_conflicts(spell)
         yield from self._format_conflicts(spell)
@@ -922,6 +922,12 @@ class ConfigFields:
         yield from self._found_conflicts(spell)
         yield from self._input_conflicts(spell("activations"))
         yield from self._override_conflicts(spell)
+
+    def _without_falling(self, spell: Speller) -> str:
+        """How bits would not fall at all, for the end of an error; empty under a budget."""
+        if not isinstance(self.bits, int):
+            return ""
+        return f"; with {spell('start_bits')} {self.bits} none fall"
 
     def _input_conflicts(self, where: str) -> Iterator[str]:
         yield from _range_conflicts(where, self.activations, self.activations.of_ranges)

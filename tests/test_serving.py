@@ -479,7 +479,7 @@ def test_what_vllm_lacks_on_the_cpu_is_a_warning() -> None:
     config = MoQConfig.from_dict(moq(["vllm"], 8, activation_quantization={"enabled": True}))
     notes = delivery.notes(take_inventory(llama(), config), config)
     assert any(
-        note.startswith("serve: vLLM, CPU 0.32.0 does not take it, which leaves CUDA: its kernels take 4 bits")
+        note.startswith("serve: vLLM, CUDA 0.32.0 takes it, but vLLM, CPU 0.32.0 does not: its kernels take 4 bits")
         for note in notes
     )
     # They are trained in half precision, unless the config says otherwise.

@@ -65,7 +65,7 @@ def notes(inventory: Inventory, config: MoQConfig) -> list[str]:
     if VLLM in servers:
         for reason in verdict(model, VLLM_CPU).reasons:
             lines.append(
-                f"serve: {VLLM_CPU.name} does not take it, which leaves CUDA: {reason}"
+                f"serve: {VLLM.name} takes it, but {VLLM_CPU.name} does not: {reason}"
             )
     return lines
 

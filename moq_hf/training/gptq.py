@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from tqdm.auto import tqdm
 from transformers import Trainer
 
 from .. import quantizer
@@ -128,8 +129,9 @@ def round_weights(
     """
     waiting = list(layers)
     replay, checked = Replay(model), 0
+    bar = tqdm(desc="GPTQ", total=len(waiting), leave=False, disable=None)
     # From pass to pass only what was rounded in between is quantized again.
-    with hold_quantized(model):
+    with hold_quantized(model), bar:
         while waiting:
             try:
                 if replay.known > checked:
@@ -144,6 +146,7 @@ def round_weights(
             for layer in waiting[:shared]:
                 _round(layer, moment)
             del waiting[:shared]
+            bar.update(shared)
 
 
 def _check_replay(

@@ -118,6 +118,29 @@ def test_a_schedule_that_is_over_resumes_in_a_run_of_any_length(auto: Any, tmp_p
         moq(tmp_path, AUTO, max_steps=9).train(resume_from_checkpoint=f"{folder}/checkpoint-6")
 
 
+def test_a_longer_run_is_told_whose_steps_its_shares_count(
+    auto: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = "count the 16 steps that the checkpoint's run had, not the"
+    for steps in (16, 40):
+        moq(tmp_path, AUTO, max_steps=steps).train(resume_from_checkpoint=f"{auto[0].args.output_dir}/checkpoint-6")
+        assert (told in caplog.text) == (steps == 40)
+    assert f"{told} 40 of this one" in caplog.text
+
+
+def test_a_preset_that_falls_and_a_late_offset_are_told_how_nothing_falls() -> None:
+    with pytest.raises(MoQError, match="or the offset earlier; with start_bits 3 none fall"):
+        MoQCallback("lm-w4", bits=3, offset=0.9)
+    assert not MoQCallback("lm-w4", bits=3, start_bits=3, offset=0.9).config.falls
+
+
+@pytest.mark.parametrize("deadline", [None, 0.5])
+def test_an_offset_beyond_the_end_of_a_new_run_is_called_so(deadline: float | None, tmp_path: Path) -> None:
+    callback = MoQCallback(bits=4, offset=90, deadline=deadline)
+    with pytest.raises(MoQError, match="offset 90 is not before the end of training at 20 optimizer steps"):
+        Trainer(new_model(), arguments(tmp_path, max_steps=20), train_dataset=rows(), callbacks=[callback]).train()
+
+
 def is_loss(log: dict[str, Any]) -> bool:
     return "loss" in log
 
