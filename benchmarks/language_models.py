@@ -180,7 +180,9 @@ def execute(study: Study, arm: str, form: str, seed: int) -> dict[str, Any]:
     if arm in (FLOAT, ROUNDED, GPTQ):
         model = study.float_model(seed, 2)
         if arm != FLOAT:
-            examples = {"input_ids": study.train[:CALIBRATION]} if arm == GPTQ else None
+            # In small batches, of which the first is enough to check what GPTQ computes from memory.
+            batches = study.train[:CALIBRATION].split(study.settings.batch)
+            examples = [{"input_ids": batch} for batch in batches] if arm == GPTQ else None
             quantize_model(model, FORMS[form], inputs=examples, gptq=CALIBRATION if arm == GPTQ else 0)
     else:
         model = study.float_model(seed, 1)
