@@ -684,6 +684,45 @@ def base() -> list[list[Any]]:
     return found
 
 
+# Of a MiniLM on STS-B: the name of an arm, and its groups.
+SIMILAR = {
+    "rounded": ("after training", "per channel, full"),
+    "rounded, groups of 32": ("after training", "groups of 32, full"),
+    "GPTQ, groups of 32": ("after training", glue_plans.BY_GPTQ),
+    "trained": (glue_plans.no_dropout(2).name, "per channel, full"),
+}
+
+
+def similar(arm: str, bits: int, groups: str) -> dict[int, float]:
+    """Spearman's correlation of a MiniLM on STS-B, times 100, by seed; float has as many steps as all else together."""
+    wanted = [
+        line
+        for line in lines_of("glue_base")
+        if line["model"].startswith("bert") and (line["arm"], line["bits"], line["groups"]) == (arm, bits, groups)
+    ]
+    epochs = max((line["epochs"] for line in wanted), default=0)
+    return {line["seed"]: 100 * line["metrics"]["spearmanr"] for line in wanted if line["epochs"] == epochs}
+
+
+def similar_points(name: str, bits: int) -> dict[int, float]:
+    """Points of one of `SIMILAR` against float, by seed."""
+    floats = similar("float", 32, "8 blocks")
+    return {seed: score - floats[seed] for seed, score in similar(SIMILAR[name][0], bits, SIMILAR[name][1]).items()}
+
+
+def similarity() -> list[list[Any]]:
+    """Points of a MiniLM on STS-B against float: an interval over seeds, or each where there are two."""
+    found: list[list[Any]] = [["bits", *SIMILAR]]
+    for bits in BITS:
+        cells = []
+        for name in SIMILAR:
+            own = similar_points(name, bits)
+            each = "; ".join(f"{own[seed]:+.1f}" for seed in sorted(own))
+            cells.append(interval(own) if len(own) > 2 else each)
+        found.append([bits, *cells])
+    return found
+
+
 def served_inputs() -> list[list[Any]]:
     """Milliseconds in ONNX Runtime for 1 x 32 tokens on one thread, and the speed over float on one thread and two."""
     measured = document("served_inputs")
@@ -811,6 +850,7 @@ TABLES: dict[str, Callable[[], list[list[Any]]]] = {
     "rounded inputs": rounded_inputs,
     "embedding models": embedding_models,
     "base": base,
+    "similarity": similarity,
     "served inputs": served_inputs,
     "reliability": reliability,
     "versions": versions,

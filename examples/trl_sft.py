@@ -52,9 +52,9 @@ def main() -> None:
         rows = load_dataset(args.dataset, split="train")
 
     gpu = torch.cuda.is_available()
-    # The preset: from 8 bits to 4 in the first 30 % of the run, a scale for each 32 weights. A server in `serve` that
-    # could not take the result ends the run before its first step.
-    callback = MoQCallback("lm-w4", serve=args.serve)
+    # In float for 0.9 of the run, then at 4 bits from GPTQ's rounding, with a scale for each 32 weights. A server in
+    # `serve` that could not take the result ends the run before its first step.
+    callback = MoQCallback("lm-w4", start_bits=4, offset=0.9, gptq=128, serve=args.serve)
     trainer = SFTTrainer(
         model,
         args=SFTConfig(

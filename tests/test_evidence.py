@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,16 @@ def test_page_one_shows_what_its_example_printed() -> None:
     assert left_out == "..." and lines == found["printed"][-len(lines) :]
     # "About a minute", on a busy machine without AVX-512.
     assert found["seconds"] < 90
+
+
+def test_what_is_said_of_a_small_model_on_stsb() -> None:
+    trained, rounded, gptq = (
+        {bits: results_page.similar_points(name, bits) for bits in (3, 2)}
+        for name in ("trained", "rounded, groups of 32", "GPTQ, groups of 32")
+    )
+    at_3 = [points - rounded[3][seed] for seed, points in trained[3].items()]
+    assert len(at_3) > 2 and abs(statistics.fmean(at_3)) < report_study.half_interval(at_3)
+    assert all(points > max(rounded[2][seed], gptq[2].get(seed, -99)) for seed, points in trained[2].items())
 
 
 def test_page_one_compares_the_same_seeds_and_says_how_many() -> None:

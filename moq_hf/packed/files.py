@@ -110,6 +110,21 @@ def digest_of(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
+def digests_of_adapters(folder: Path) -> dict[str, str]:
+    """Checksums of the files of PEFT's adapters in a folder, by their paths in it."""
+    files = [
+        path
+        for name in (ADAPTER, MERGED_ADAPTER)
+        for path in (folder / name).rglob("adapter_*")
+    ]
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(
+            path.read_bytes()
+        ).hexdigest()
+        for path in sorted(files)
+    }
+
+
 def digest_of_configs(folder: Path) -> str | None:
     """A checksum of `config.json` and those beside it for newer versions; None if a custom class has no config."""
     paths = sorted(path for path in folder.iterdir() if CONFIGS.fullmatch(path.name))

@@ -18,6 +18,7 @@ from .files import (
     CONFIG,
     digest_of,
     digest_of_configs,
+    digests_of_adapters,
     read_document,
     read_tensor,
     tensors_in,
@@ -63,6 +64,10 @@ def read_parts(directory: str | os.PathLike[str]) -> Iterator[Part]:
     """
     folder = Path(directory)
     state, layers = read_layers(folder)
+    # Folders of 0.2 say nothing of adapters.
+    adapters = state.get("adapters")
+    if adapters not in (None, digests_of_adapters(folder)):
+        raise MoQError(f"{folder}: an adapter of PEFT is not as it was saved")
     with explained(f"{folder}: the weights cannot be read"):
         yield from _parts(folder, state, layers)
 
@@ -81,6 +86,7 @@ def seal(folder: Path, state: dict[str, Any], layers: Mapping[str, WeightSpec]) 
     state["tensors"] = dict.fromkeys(tensors_in(folder))
     for _ in _parts(folder, state, layers):
         pass
+    state["adapters"] = digests_of_adapters(folder)
     write_state(folder, state)
 
 

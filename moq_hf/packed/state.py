@@ -83,8 +83,9 @@ class State(TypedDict):
     input_ranges: dict[str, Range | list[Range]]
     metrics: dict[str, Any]
     float_metrics: dict[str, Any]
-    # Folders of 0.2 do not have it.
+    # Folders of 0.2 do not have these.
     teacher: NotRequired[str | None]
+    adapters: NotRequired[dict[str, str]]
     parameters: Counted
     float_bytes: Positive
     files: list[str]

@@ -24,7 +24,7 @@ from ..training.samples import Examples
 from ..weight_matrix import parameter_of
 from ..weight_spec import WeightSpec
 from .differences import differences
-from .files import size_of
+from .files import ADAPTER, size_of
 from .load_check import Proof, has_failed, reference_to, used_tensors
 from .reading import read_parts
 from .state import proof_in, read_layers
@@ -36,21 +36,23 @@ class Verification:
 
     Attributes:
         layers: Each quantized layer by name.
-        file_bytes: Size of the weight files together.
+        file_bytes: Size of the weight files together, with those of adapters beside them.
         state: The content of `moq_state.json`.
         proof: How the folder's outputs compared with the model's when it was saved, or
             now if `inputs` are given; None if nothing was compared.
+        adapter_bytes: Size of the adapters' files, which stay in float.
     """
 
     layers: dict[str, WeightSpec]
     file_bytes: int
     state: dict[str, Any]
     proof: Proof | None = None
+    adapter_bytes: int = 0
 
     @property
     def float_bytes(self) -> int:
         """Size of the same tensors in float."""
-        return cast(int, self.state["float_bytes"])
+        return cast(int, self.state["float_bytes"]) + self.adapter_bytes
 
     @property
     def loads_by_hand(self) -> bool:
@@ -202,7 +204,12 @@ def recorded(directory: str | os.PathLike[str]) -> Verification:
     """
     folder = Path(directory)
     state, layers = read_layers(folder)
-    return Verification(layers, size_of(folder), state, proof_in(state))
+    beside = sum(
+        path.stat().st_size for path in (folder / ADAPTER).rglob("*.safetensors")
+    )
+    return Verification(
+        layers, size_of(folder) + beside, state, proof_in(state), beside
+    )
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from model_zoo import CONFIG, Stranger, arguments, inputs_of, new_model, rows_of
+from safetensors.torch import load_file, save_file
 from stranger import outputs_of
 from torch import nn
 
@@ -25,6 +26,7 @@ from moq_hf import (
 )
 from moq_hf.model.convert import quant_layers, quantized_layers
 from moq_hf.quantizer import fake_quantize, least_squares_ratio
+from moq_hf.text import megabytes
 from moq_hf.training.controller import MoQController
 from moq_hf.training.measures import _squared_change
 from moq_hf.training.measuring import measuring
@@ -101,6 +103,22 @@ def test_gptq_beside_adapters_is_refused_before_the_first_step(config: Any, tmp_
     trainer = hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=callbacks)
     with pytest.raises(MoQError, match="gptq: with LoRA the quantized weights are frozen, or an adapter is merged"):
         trainer.train()
+
+
+def test_adapters_beside_the_model_are_counted_and_checked(tmp_path: Path) -> None:
+    save_quantized(quantize_model(adapted(), bits=4), tmp_path / "beside")
+    sizes = {path.relative_to(tmp_path): path.stat().st_size for path in tmp_path.rglob("*.safetensors")}
+    found = verify_quantized(tmp_path / "beside")
+    assert len(sizes) == 2 and found.file_bytes == sum(sizes.values())
+    card = (tmp_path / "beside" / "README.md").read_text(encoding="utf-8")
+    assert f"{megabytes(found.file_bytes)} instead of {megabytes(found.float_bytes)} in all" in card
+    assert "PEFT's adapters, in the folder `adapter`, trained in float" in card
+    place = tmp_path / "beside" / "adapter" / "adapter_model.safetensors"
+    weights = load_file(place)
+    weights[next(iter(weights))] += 1
+    save_file(weights, place)
+    with pytest.raises(MoQError, match="an adapter of PEFT is not as it was saved"):
+        verify_quantized(tmp_path / "beside")
 
 
 @pytest.mark.parametrize(("way", "variant"), [("merge_and_unload", "DoRA"), ("unload", "rslora")])
