@@ -33,6 +33,23 @@ _positive = _number(Positive, "a whole number from 1 and below 2**63")
 _size = _number(Size, "a number above 0")
 
 
+def _keyword(text: str) -> tuple[str, Any]:
+    """A keyword of `MoQConfig` from `KEY=VALUE`, where the value is JSON or else a string.
+
+    Raises:
+        ArgumentTypeError: There is no `=` in it.
+    """
+    name, mark, value = text.partition("=")
+    if not mark:
+        raise argparse.ArgumentTypeError(
+            f"must be KEY=VALUE, such as start_bits=4, got {show(text)}"
+        )
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
 class _Parser(argparse.ArgumentParser):
     """Ends with an error in one line, without argparse's list of all options above it."""
 
@@ -101,13 +118,27 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--model",
         help="folder or Hub id of the model, to show what is quantized, the size of the result, and the memory needed",
     )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        type=_keyword,
+        default=(),
+        metavar="KEY=VALUE",
+        dest="keywords",
+        help="keywords of MoQCallback, such as start_bits=4 offset=0.9",
+    )
 
 
-def _plan(config: str, max_steps: int, model: str | None = None) -> None:
+def _plan(
+    config: str,
+    max_steps: int,
+    model: str | None = None,
+    keywords: Sequence[tuple[str, Any]] = (),
+) -> None:
     from .config import MoQConfig
     from .forecast import plan
 
-    loaded = MoQConfig.load(config)
+    loaded = MoQConfig.load(config, **dict(keywords))
     if loaded.grid is not None:
         raise MoQError(
             f'{config}: grid "found" takes bits and groups from the weights of a model: moq-hf inspect MODEL shows them'
