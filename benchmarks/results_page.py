@@ -236,7 +236,6 @@ def at_2(text: str, ways: Ways, against: Ways, tasks: tuple[str, ...] = TWO) -> 
     return Change(text, at(ways, 2), tasks, against)
 
 
-PRETRAINED, FALLING = old("basic QAT"), old("MoQ")
 CHANGES = {
     "the recipe with dropout in both halves": (
         Change("basic QAT for all steps", at(BASIC, *BITS)),
@@ -273,12 +272,8 @@ CHANGES = {
         varied("narrow ranges: ternary", "", FINISHED_NO_DROPOUT, "per channel"),
         varied("ternary by way of 4 and 3 bits", ", by way of 4 and 3 bits", FINISHED_NO_DROPOUT, "per channel"),
     ),
-    "basic QAT from the pretrained model": (
-        Change("bits that fall from 8", at(FALLING, *BITS), against=PRETRAINED),
-        Change("a float model as start and teacher", at(old("basic QAT, taught"), *BITS), against=PRETRAINED),
-    ),
     "bits that fall from 8, from the pretrained model": (
-        Change("sensitive blocks later, by eigenvalue", at(old("MoQ, eigenvalues"), 3, 2), ONE, FALLING),
+        Change("sensitive blocks later, by eigenvalue", at(old("MoQ, eigenvalues"), 3, 2), ONE, old("MoQ")),
     ),
 }
 
