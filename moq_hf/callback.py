@@ -72,7 +72,7 @@ from .training.controller import MoQController
 from .training.gptq import check_possible, start_from_gptq
 from .training.measures import ModelLoss, model_loss
 from .training.resume import check_room
-from .training.run import Run
+from .training.run import NOT_TAUGHT, Run
 from .training.samples import first_batch, on_training_batch
 
 logger = logging.getLogger(__name__)
@@ -204,8 +204,9 @@ class MoQCallback(TrainerCallback, ExportableState):
             }
             if self.loss is not None:
                 attributes["had_loss"] = True
+            attributes["teaching"] = dict(NOT_TAUGHT)
             if self.trainer is not None:
-                attributes |= self.trainer.facts_of_teaching()
+                attributes["teaching"] = self.trainer.teaching()
         elif self._host is not None:
             # A run with `enabled: false` passes on the state that it resumed.
             before = callback_states(self._host.state).get(self._name, {})
@@ -482,7 +483,8 @@ class MoQCallback(TrainerCallback, ExportableState):
         else:
             tqdm.write(f"moq_hf plan: {self.plan.table()}")
         notes = [*controller.warnings(), *self.plan.notes]
-        if schedule.steps and planned and planned != steps:
+        # Steps that were skipped are none of the schedule's.
+        if schedule.steps and planned and not steps <= planned <= run.last:
             notes.append(
                 f"shares of the run, such as {config.spell('offset')} and {config.spell('deadline')}, count the "
                 f"{planned:,} steps that the checkpoint's run had, not the {steps:,} of this one"
@@ -886,12 +888,14 @@ def write_result(
     """
     args = trainer.args
     tokenizer = getattr(trainer.data_collator, "tokenizer", None)
+    taught = None if callback is None else callback.trainer
+    teaching = None if taught is None else taught.teaching()
     options = SaveOptions(
         processing_class=trainer.processing_class or tokenizer,
         controller=None if callback is None else callback.controller,
         metrics=metrics_of(trainer),
         float_metrics=getattr(trainer, "float_metrics", None),
-        teacher=getattr(trainer, "teacher_name", None),
+        teaching=teaching,
         **more,
     )
     answers = None if callback is None else callback.answers(args)

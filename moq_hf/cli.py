@@ -121,8 +121,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         nargs="+",
+        action="extend",
         type=_keyword,
-        default=(),
+        default=[],
         metavar="KEY=VALUE",
         dest="keywords",
         help="keywords of MoQCallback, such as start_bits=4 offset=0.9",
@@ -138,7 +139,7 @@ def _plan(
     from .config import MoQConfig
     from .forecast import plan
 
-    loaded = MoQConfig.load(config, **dict(keywords))
+    loaded = MoQConfig(config, **dict(keywords))
     if loaded.grid is not None:
         raise MoQError(
             f'{config}: grid "found" takes bits and groups from the weights of a model: moq-hf inspect MODEL shows them'

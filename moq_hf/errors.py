@@ -5,7 +5,7 @@ import importlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import requires
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
@@ -157,16 +157,23 @@ def require(extra: str, *libraries: str) -> None:
         try:
             importlib.import_module(library)
         except ImportError:
-            # From a clone, a wheel or an index, the extra itself has different names.
-            needed = [
-                f"'{requirement.partition(';')[0].strip()}'"
-                for requirement in requires("moq_hf") or ()
-                if requirement.endswith(f'extra == "{extra}"')
-                and not requirement.startswith("moq_hf[")
-            ]
             raise MoQError(
-                f"{library} is not installed: pip install {' '.join(needed)}"
+                f"{library} is not installed: pip install {_libraries_of(extra, libraries)}"
             ) from None
+
+
+def _libraries_of(extra: str, modules: Iterable[str]) -> str:
+    """What pip installs for an extra, which has other names in a clone, a wheel and an index."""
+    mark = re.compile(rf"""extra == ["']{extra}["']$""")
+    with contextlib.suppress(PackageNotFoundError):
+        needed = [
+            f"'{requirement.partition(';')[0].strip()}'"
+            for requirement in requires("moq_hf") or ()
+            if mark.search(requirement) and not requirement.startswith("moq_hf[")
+        ]
+        if needed:
+            return " ".join(needed)
+    return " ".join(modules)
 
 
 def read_as(kind: Any, value: Any, where: str, key: str = "") -> Any:

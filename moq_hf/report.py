@@ -26,10 +26,10 @@ from .packed.state import STATE_NAME, deploy_command
 from .packed.verify import recorded
 from .rendering import TEMPLATES, rendered
 from .schedule import FLOAT_BITS, begins_in_float
-from .text import metrics_in, scores_in
+from .text import evaluation_in, metrics_in
 from .training.checkpoints import STATE_FILE, checkpoints, entry_of_moq, last_metrics
 from .training.float_first import FOLDER, METRICS
-from .training.resume import saved_state
+from .training.resume import has_begun, saved_state
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -146,6 +146,8 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         for line in log
         if any(name.startswith("float_eval_") for name in line)
     )
+    told = {"float_steps": next(phases, None), "teacher_name": None}
+    teaching = entry["attributes"].get("teaching", told)
     places = (directory / "quantized", directory)
     delivered = next((path for path in places if (path / STATE_NAME).is_file()), None)
     float_folder = directory / FOLDER
@@ -157,9 +159,9 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         float_size_mb=saved["float_size_mb"],
         quantized=_metrics(directory, state, delivered),
         in_float=_metrics(float_folder, _read_state(float_folder)),
-        float_step=entry["attributes"].get("float_steps", next(phases, None)),
+        float_step=teaching["float_steps"] if has_begun(saved) else None,
         choice=saved["choice"],
-        teacher_given=entry["attributes"].get("teacher_name"),
+        teacher_given=teaching["teacher_name"],
         began=began_at(saved["config"], [step for step, *_ in saved["history"]]),
         delivered=delivered,
     )
@@ -197,7 +199,7 @@ def _metrics(
     if not found and state is not None:
         found = last_metrics(state.log_history)
     evaluated = {k: value for k, value in found.items() if k.startswith("eval_")}
-    return scores_in(evaluated)
+    return evaluation_in(evaluated)
 
 
 def write_report(

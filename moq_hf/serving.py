@@ -89,7 +89,7 @@ def verdict(model: Description, server: Server) -> Verdict:
         )
     if model.has_adapters and server.takes_adapters and server is not TRANSFORMERS:
         notes.append(
-            "the adapter goes beside the folder by its LoRA options, which were not tried"
+            "adapters beside the folder need its own options for them, which were not tried"
         )
     has_half_scales = server.half_scales and any(
         weight.is_served_as_codes and not _multiplies(server, weight)
@@ -142,7 +142,7 @@ def _reasons(model: Description, server: Server) -> list[str]:
         return reasons
     if model.has_adapters and not server.takes_adapters:
         reasons.append(
-            'it takes one model, without adapters beside it; lora "merged" is served'
+            'it takes one model, without adapters beside it; LoRA with lora "merged" is served'
         )
     layout = LAYOUTS[model.layout]
     if server is not TRANSFORMERS and layout.is_for_transformers_alone:

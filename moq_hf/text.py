@@ -115,10 +115,10 @@ def metrics_in(logged: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def scores_in(logged: Mapping[str, Any]) -> dict[str, float]:
+def evaluation_in(logged: Mapping[str, Any]) -> dict[str, float]:
     """As `metrics_in`, without what TRL tells of the text.
 
-    >>> scores_in({"eval_loss": 2.5, "eval_entropy": 1.25, "eval_num_tokens": 4096.0})
+    >>> evaluation_in({"eval_loss": 2.5, "eval_entropy": 1.25, "eval_num_tokens": 4096.0})
     {'loss': 2.5}
     """
     found = metrics_in(logged)

@@ -195,6 +195,7 @@ class MoQMixin(_Beside):
         self.teacher_fingerprint: int | None = None
         self._loss_checked = self._loss_called = self._rates_restart = False
         self._teacher_ignored = False
+        self._teacher_given = teacher is not None
         # Dropout that is switched off in the student: module, attribute, share.
         self._dropped: list[tuple[nn.Module, str, float]] = []
         # Sums over micro-batches since the last log, and how many there were.
@@ -251,25 +252,22 @@ class MoQMixin(_Beside):
         finally:
             self._restore_dropout()
 
-    @property
-    def teacher_name(self) -> str | None:
-        """The Hub id or the class of a teacher that was given as a model; None for any other, and without one."""
-        teacher = self._teacher
-        if teacher is None or self.float_phase or self._distillation.teacher:
-            return None
-        return hub_id(teacher.name_or_path) or type(teacher).__name__
+    def teaching(self) -> dict[str, Any]:
+        """What checkpoints and the delivered folder keep of how the model was taught, in JSON types.
 
-    def facts_of_teaching(self) -> dict[str, Any]:
-        """What checkpoints keep about a float phase or a given teacher: for `pack`, the report, and a run that resumes.
-
-        Called by the `MoQCallback`.
+        `float_steps` is the last step of the float phase, `teacher_name` the Hub id or the
+        class of a teacher that the config does not name; each is None without one. Called
+        by the `MoQCallback`.
         """
-        facts: dict[str, Any] = {}
+        steps = name = None
+        teacher = self._teacher
         if self.float_phase is not None and self.moq is not None:
-            facts["float_steps"] = self.moq.run_of(self.state).offset
-        if self.teacher_name is not None:
-            facts["teacher_name"] = self.teacher_name
-        return facts
+            steps = self.moq.run_of(self.state).offset
+        elif teacher is not None and not self._teacher_ignored:
+            is_named = hub_id(self._distillation.teacher) is not None
+            if self._teacher_given or not is_named:
+                name = hub_id(teacher.name_or_path) or type(teacher).__name__
+        return {"float_steps": steps, "teacher_name": name}
 
     def loss_parts(self) -> dict[str, float]:
         """The parts of the loss with a teacher, before their weights; means since this was last called.

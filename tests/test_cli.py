@@ -25,10 +25,11 @@ sys.exit(", ".join({"torch", "transformers"} & set(sys.modules)) or 0)
 
 def test_a_plan_takes_the_keywords_of_a_callback(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["plan", "lm-w4", "--max_steps", "200", "--set"]
-    assert cli.main([*given, "start_bits=4", "offset=0.9", 'serve=["vllm"]', "format=int"]) == 0
+    assert cli.main([*given, "start_bits=4", "offset=0.9", "--set", 'serve=["vllm"]', "format=int"]) == 0
     assert capsys.readouterr().out.startswith("180 optimizer steps in float, then 20 at 4 bits")
     assert cli.main([*given, "start_bit=4"]) == 2
     assert "did you mean start_bits?" in capsys.readouterr().err
+    assert cli.main([*given, "source=w4"]) == 2
     with pytest.raises(SystemExit):
         cli.main([*given, "start_bits"])
     assert "must be KEY=VALUE, such as start_bits=4, got" in capsys.readouterr().err

@@ -446,9 +446,7 @@ def test_adapters_beside_the_model(tmp_path: Path) -> None:
         model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
         return quantize_model(model, moq(["mlx", "llama.cpp", "vllm"], lora=lora))
 
-    refused = (
-        r"mlx-lm by moq-hf export 0.32.2: it takes one model, without adapters beside it; lora \"merged\" is served"
-    )
+    refused = r"mlx-lm by moq-hf export 0.32.2: it takes one model, without adapters beside it; LoRA with"
     with pytest.raises(MoQError, match=refused) as error:
         adapted(None)
     assert "vLLM" not in str(error.value) and "llama.cpp by moq-hf export" in str(error.value)
@@ -461,7 +459,7 @@ def test_adapters_beside_the_model(tmp_path: Path) -> None:
         EXECUTORCH,
         MLX,
     }
-    assert "by its LoRA options" in str(found[VLLM].notes) and "adapter" not in str(found[TRANSFORMERS].notes)
+    assert "its own options for them" in str(found[VLLM].notes) and "adapter" not in str(found[TRANSFORMERS].notes)
     for export in ("mlx", "onnx", "float"):
         assert main(["export", str(tmp_path / "beside"), "--to", export, str(tmp_path / export)]) == 2
     save_quantized(adapted("merged"), tmp_path / "merged")

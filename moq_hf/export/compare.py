@@ -178,8 +178,8 @@ def refuse_adapters(folder: Path) -> None:
     """
     if (folder / ADAPTER).exists():
         raise MoQError(
-            f"{folder} has adapters in {ADAPTER}/, which an export of the base model would leave out: train with "
-            'lora="merged", whose folder is one model'
+            f"{folder} has adapters in {ADAPTER}/, which an export of the base model would leave out: train LoRA "
+            'with lora="merged", whose folder is one model'
         )
 
 

@@ -25,7 +25,7 @@ from ..seams.sentence_transformers import (
     loads_as,
 )
 from ..seams.transformers import training_summary
-from ..text import quoted, scores_in
+from ..text import evaluation_in, quoted
 from ..training.budget import Choice
 from ..training.float_first import before_float
 from .files import ADAPTER, active_adapter
@@ -52,7 +52,8 @@ class RunFacts:
         choice: The bits that were chosen under a budget; None without a budget.
         teacher_given: The Hub id or the class of a teacher that the config does not name;
             None if there was none, or a float phase made it.
-        began: The step after which the first weight was quantized; 0 for the start.
+        began: The step after which the first weight was quantized, 0 for the start; None if
+            none was yet.
     """
 
     config: MoQConfig
@@ -62,7 +63,7 @@ class RunFacts:
     float_step: int | None
     choice: Choice | None
     teacher_given: str | None
-    began: int
+    began: int | None
 
     @property
     def before(self) -> str:
@@ -82,7 +83,7 @@ class RunFacts:
         """When its weights were quantized, in words; empty without a run."""
         if self.steps is None:
             return ""
-        if self.began == 0:
+        if not self.began:
             return " while it trained,"
         last = self.steps - self.began
         return f" in the last {last:,} of its {self.steps:,} training steps,"
@@ -95,13 +96,13 @@ class RunFacts:
         return before_float(self.config).changed()
 
 
-def began_at(config: MoQConfig, switches: Sequence[int]) -> int:
-    """The step after which quantization began, from the steps at which bits changed; 0 for the start.
+def began_at(config: MoQConfig, switches: Sequence[int]) -> int | None:
+    """The step after which quantization began, from those at which bits changed: 0 for the start, None if it did not.
 
     >>> began_at(MoQConfig(bits=4, offset=0.9), [18, 18]), began_at(MoQConfig(bits=4), [])
     (18, 0)
     """
-    return min(switches, default=0) if config.offset else 0
+    return min(switches, default=None) if config.offset else 0
 
 
 def write_card(
@@ -139,7 +140,7 @@ def write_card(
     dataset = dataset or {}
     found = found or verify_quantized(folder)
     state = found.state
-    metrics = scores_in(state["metrics"])
+    metrics = evaluation_in(state["metrics"])
     name = data.model_name or folder.resolve().name
     data.model_name = name.rpartition("/")[2]
     _complete(data, found, loads_as(folder), list(metrics))
@@ -156,20 +157,23 @@ def write_card(
     data.eval_results = evaluations_of(model, metrics) or data.eval_results
     config = MoQConfig.from_dict(state["config"])
     in_float = state["float_metrics"]
-    float_step = in_float.get("step")
-    # Metrics that the user gave may hold a step of another run.
-    if not (isinstance(float_step, int) and isinstance(config.offset, float)):
-        float_step = None
+    teaching = state.get("teaching")
+    if teaching is None:
+        # Folders of 0.2 tell of a float phase by the step of its metrics alone; those that
+        # the user gave may hold a step of another run.
+        step = in_float.get("step")
+        is_step = isinstance(step, int) and isinstance(config.offset, float)
+        teaching = {"float_steps": step if is_step else None, "teacher_name": None}
     place = name if "/" in name else THIS_FOLDER
     choice = state.get("choice")
     run = RunFacts(
         config,
         state["step"],
         metrics,
-        scores_in(in_float),
-        float_step,
+        evaluation_in(in_float),
+        teaching["float_steps"],
         read_as(Choice | None, choice, str(folder / STATE_NAME), "choice"),
-        state.get("teacher"),
+        teaching["teacher_name"],
         began_at(config, [switch["step"] for switch in state["history"]]),
     )
     text = rendered(

@@ -112,17 +112,15 @@ def digest_of(tensor: Tensor) -> str:
 
 def digests_of_adapters(folder: Path) -> dict[str, str]:
     """Checksums of the files of PEFT's adapters in a folder, by their paths in it."""
-    files = [
-        path
-        for name in (ADAPTER, MERGED_ADAPTER)
-        for path in (folder / name).rglob("adapter_*")
-    ]
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(
-            path.read_bytes()
-        ).hexdigest()
-        for path in sorted(files)
-    }
+    digests = {}
+    for name in (ADAPTER, MERGED_ADAPTER):
+        for path in sorted((folder / name).rglob("adapter_*")):
+            # PEFT makes a folder for each adapter but the first.
+            if path.is_file():
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                digests[path.relative_to(folder).as_posix()] = digest
+    return digests
 
 
 def digest_of_configs(folder: Path) -> str | None:

@@ -121,9 +121,7 @@ def pack_checkpoint(
             controller=controller,
             metrics=last_metrics(log.log_history),
             float_metrics=_float_metrics(folder),
-            teacher=entry_of_moq(callback_states(log))["attributes"].get(
-                "teacher_name"
-            ),
+            teaching=entry_of_moq(callback_states(log))["attributes"].get("teaching"),
             state_dict=weights.renamed(names, bar.update),
         )
         return f"{target}: {deliver(shell, target, options, None, layout).summary}"

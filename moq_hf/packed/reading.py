@@ -15,6 +15,7 @@ from ..quantizer import Quantized, dequantize
 from ..weight_matrix import parameter_of
 from ..weight_spec import MAX_PACKED_BITS, WeightSpec
 from .files import (
+    ADAPTER,
     CONFIG,
     digest_of,
     digest_of_configs,
@@ -64,12 +65,28 @@ def read_parts(directory: str | os.PathLike[str]) -> Iterator[Part]:
     """
     folder = Path(directory)
     state, layers = read_layers(folder)
-    # Folders of 0.2 say nothing of adapters.
-    adapters = state.get("adapters")
-    if adapters not in (None, digests_of_adapters(folder)):
-        raise MoQError(f"{folder}: an adapter of PEFT is not as it was saved")
+    _check_adapters(folder, state)
     with explained(f"{folder}: the weights cannot be read"):
         yield from _parts(folder, state, layers)
+
+
+def _check_adapters(folder: Path, state: Mapping[str, Any]) -> None:
+    """Check the files of adapters; those of a merged one may be gone.
+
+    Raises:
+        MoQError: One is damaged or missing, or was not saved with the model; names it.
+    """
+    saved = state.get("adapters")
+    # Folders of 0.2 say nothing of them.
+    if saved is None:
+        return
+    there = digests_of_adapters(folder)
+    beside = {path for path in {*saved, *there} if path.startswith(f"{ADAPTER}/")}
+    for path in sorted(beside | (saved.keys() & there.keys())):
+        if path not in saved:
+            raise MoQError(f"{folder / path} was not saved with the model")
+        if there.get(path) != saved[path]:
+            raise MoQError(f"{folder / path} is missing or not as it was saved")
 
 
 def seal(folder: Path, state: dict[str, Any], layers: Mapping[str, WeightSpec]) -> None:

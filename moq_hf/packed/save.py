@@ -99,8 +99,7 @@ class SaveOptions:
     """The arguments of `save_quantized` that say what goes into the folder with the model.
 
     Attributes:
-        teacher: The Hub id or the class of the float model that taught it, if the config
-            does not name it.
+        teaching: What `MoQMixin.teaching` says; None without one.
         run: The Trainer, for the card: what it was trained on, and how.
     """
 
@@ -109,7 +108,7 @@ class SaveOptions:
     metrics: Mapping[str, Any] | None = None
     float_metrics: Mapping[str, Any] | None = None
     state_dict: Mapping[str, Tensor] | None = None
-    teacher: str | None = None
+    teaching: Mapping[str, Any] | None = None
     run: Any = None
     max_shard_size: int | str | None = None
 
@@ -729,7 +728,7 @@ class _Saving:
         return state_of(self.layers, encoder.stored, self.options.controller) | {
             "metrics": clean_metrics(self.options.metrics or {}),
             "float_metrics": clean_metrics(self.options.float_metrics or {}),
-            "teacher": self.options.teacher,
+            "teaching": self.options.teaching,
             "names": encoder.names,
             "layout": encoder.layout,
             "needs": encoder.needs,

@@ -70,6 +70,13 @@ class Counted(TypedDict):
     mean_bits: Weight
 
 
+class Teaching(TypedDict):
+    """How a model was taught; see `MoQMixin.teaching`."""
+
+    float_steps: Count | None
+    teacher_name: str | None
+
+
 class State(TypedDict):
     """The keys of `moq_state.json` that are checked when it is read; its digest only guards against accidents."""
 
@@ -84,7 +91,7 @@ class State(TypedDict):
     metrics: dict[str, Any]
     float_metrics: dict[str, Any]
     # Folders of 0.2 do not have these.
-    teacher: NotRequired[str | None]
+    teaching: NotRequired[Teaching | None]
     adapters: NotRequired[dict[str, str]]
     parameters: Counted
     float_bytes: Positive

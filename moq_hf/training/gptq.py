@@ -50,8 +50,8 @@ def check_possible(trainer: Trainer, layers: Collection[QuantizedWeight]) -> Non
         return
     if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
         raise MoQError(
-            f"{key}: with LoRA the quantized weights are frozen, or an adapter is merged into them, and GPTQ rounds "
-            "neither; set it to 0, or train without LoRA"
+            f"{key}: with PEFT's adapters the quantized weights are frozen, or an adapter is merged into them, and "
+            "GPTQ rounds neither; set it to 0, or train without adapters"
         )
     raise MoQError(
         f"{key}: no linear layer is both quantized and trained, and it rounds no others; set it to 0"
@@ -83,9 +83,10 @@ def start_from_gptq(
             prepared_inputs(trainer, batch) for batch in first_batches(loader, share)
         ]
         count = sum(rows_of(batch) for batch in batches)
-        if count < share:
+        if count < share and trainer.is_world_process_zero():
             logger.warning(
-                "moq_hf: GPTQ reads %d training examples: the data has no more", count
+                "moq_hf: GPTQ reads %d training examples: the data has no more",
+                count * trainer.args.world_size,
             )
         rounded = filter(_is_trained, can_round(layers))
         round_weights(model, rounded, batches, trainer.compute_loss)

@@ -12,6 +12,9 @@ from ..seams.transformers import callback_states
 from .checkpoints import entry_of_moq
 from .resume import changes, has_begun, is_replayed, saved_state
 
+# What `MoQMixin.teaching` says of a run without a teacher.
+NOT_TAUGHT: Mapping[str, Any] = {"float_steps": None, "teacher_name": None}
+
 
 class Run:
     """The constants of a run, read once when it begins.
@@ -78,16 +81,24 @@ class Run:
         """
         return offset_step_of(self.config, self.length)
 
+    @property
+    def _float_steps(self) -> int | None:
+        """The last step of the float phase of the run that is resumed; None without one."""
+        teaching: Mapping[str, Any] = self.beside.get("teaching", NOT_TAUGHT)
+        steps: int | None = teaching["float_steps"]
+        return steps
+
     def check_without_float_phase(self) -> None:
         """Check that the checkpoint is not that of a run with `float_first`, whose learning rate starts again.
 
         Raises:
             MoQError: It is.
         """
-        if "float_steps" in self.beside:
+        steps = self._float_steps
+        if steps is not None:
             raise MoQError(
                 f"cannot resume: the checkpoint at step {self.first} is of a run with float_first, in float up to step "
-                f"{self.beside['float_steps']}: give float_first again, or start a new run from the checkpoint's model"
+                f"{steps}: give float_first again, or start a new run from the checkpoint's model"
             )
 
     def check_float_first(self) -> None:
@@ -102,12 +113,8 @@ class Run:
                 f"float_first: the checkpoint at step {self.first} was made without MoQ; give its model as the start "
                 "and the teacher instead, or start a new run"
             )
-        # Checkpoints of 0.2 tell a float phase by the offset alone.
-        if (
-            self.saved is not None
-            and "float_steps" not in self.beside
-            and self.saved["config"].offset != self.config.offset
-        ):
+        # Checkpoints of 0.2 do not say it.
+        if "teaching" in self.beside and self._float_steps is None:
             raise MoQError(
                 f"cannot resume: the checkpoint at step {self.first} is of a run without float_first: leave it out, "
                 "or start a new run from the checkpoint's model"

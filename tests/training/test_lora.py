@@ -1,6 +1,7 @@
 """`"lora": "merged"`: what PEFT's LoRA trains is the weight that is quantized, evaluated and delivered."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,9 @@ def test_gptq_beside_adapters_is_refused_before_the_first_step(config: Any, tmp_
     model = adapted(target_modules="all-linear")
     callbacks = [MoQCallback({**config, "quantize_algo": {"gptq": 4}})]
     trainer = hf.Trainer(model, arguments(tmp_path), train_dataset=rows_of(TASK), callbacks=callbacks)
-    with pytest.raises(MoQError, match="gptq: with LoRA the quantized weights are frozen, or an adapter is merged"):
+    with pytest.raises(
+        MoQError, match=r"gptq: with PEFT.s adapters the quantized weights are frozen, or an adapter is merged"
+    ):
         trainer.train()
 
 
@@ -112,13 +115,33 @@ def test_adapters_beside_the_model_are_counted_and_checked(tmp_path: Path) -> No
     assert len(sizes) == 2 and found.file_bytes == sum(sizes.values())
     card = (tmp_path / "beside" / "README.md").read_text(encoding="utf-8")
     assert f"{megabytes(found.file_bytes)} instead of {megabytes(found.float_bytes)} in all" in card
-    assert "PEFT's adapters, in the folder `adapter`, trained in float" in card
+    assert "PEFT's adapters are in the folder `adapter`, in float." in card
     place = tmp_path / "beside" / "adapter" / "adapter_model.safetensors"
     weights = load_file(place)
     weights[next(iter(weights))] += 1
     save_file(weights, place)
-    with pytest.raises(MoQError, match="an adapter of PEFT is not as it was saved"):
+    with pytest.raises(MoQError, match=r"adapter/adapter_model.safetensors is missing or not as it was saved"):
         verify_quantized(tmp_path / "beside")
+    merged = adapted()
+    merged.add_adapter("adapter_2", peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
+    save_quantized(quantize_model(merged, bits=4), tmp_path / "two")
+    assert {"adapter/adapter_config.json", "adapter/adapter_2/adapter_config.json"} <= {
+        *verify_quantized(tmp_path / "two").state["adapters"]
+    }
+    (tmp_path / "two" / "adapter" / "adapter_2" / "adapter_config.json").unlink()
+    with pytest.raises(MoQError, match=r"adapter_2/adapter_config.json is missing"):
+        verify_quantized(tmp_path / "two")
+
+
+def test_adapters_that_are_merged_may_be_taken_away(tmp_path: Path) -> None:
+    folder = save_quantized(quantize_model(adapted(), FIXED), tmp_path / "merged")
+    found = verify_quantized(folder)
+    assert "lora/adapter_model.safetensors" in found.state["adapters"] and not found.adapter_bytes
+    (folder / "lora" / "adapter_model.safetensors").write_bytes(b"other")
+    with pytest.raises(MoQError, match=r"lora/adapter_model.safetensors is missing or not as it was saved"):
+        verify_quantized(folder)
+    shutil.rmtree(folder / "lora")
+    verify_quantized(folder)
 
 
 @pytest.mark.parametrize(("way", "variant"), [("merge_and_unload", "DoRA"), ("unload", "rslora")])
