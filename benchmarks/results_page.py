@@ -126,6 +126,7 @@ def first_page() -> list[list[Any]]:
         model = "MPNet on STS-B: Spearman x 100" if index == 0 else ""
         trained = f"{trained}{first_page_training(form)}"
         found.append([model, name, in_megabytes(encoder, of_size), speed, *scores_of, trained])
+    found.append(first_page_embeddings(models["all-MiniLM-L6-v2"]["float"]))
     for index, (name, (form, of_size, arm, how)) in enumerate(FIRST_PAGE_LANGUAGE.items()):
         cells = [f"{value:.2f}" if value < 100 else f"{value:.0f}" for value in first_page_perplexities(form, arm)]
         model = "SmolLM2-135M on GSM8K: perplexity" if index == 0 else ""
@@ -159,6 +160,18 @@ def first_page_training(form: str) -> str:
         return ""
     ((seed, score),) = trained.items()
     return f"{score - base_floats()[seed]:+.1f} to float (one seed)"
+
+
+def first_page_embeddings(float_bytes: int) -> list[str]:
+    """The row of an embedding model at 4 bits: how many of the nearest neighbors stay, in percent."""
+    rounded, taught = (
+        [line for line in lines_of("embeddings") if (line["bits"], line["how"]) == (4, how)]
+        for how in ("rounded", "taught")
+    )
+    size = f"{taught[0]['ratio'] * float_bytes / 1e6:.0f} of {float_bytes / 1e6:.0f}"
+    kept = [f"{100 * statistics.fmean(line['recall'] for line in own):.1f}" for own in (rounded, taught)]
+    model = "MiniLM, embeddings: nearest neighbors kept, %"
+    return [model, "weights of 4 bits", size, "", "100", kept[0], "", f"{kept[1]}, taught"]
 
 
 def first_page_perplexities(form: str, trained: str) -> list[float]:
