@@ -45,7 +45,7 @@ FAINT = "#848d97"
 # Rows of page one that are drawn, and what stands beside them.
 FORMS = {
     "weights and inputs (activations) of 8 bits, static, symmetric": "8-bit weights, 8-bit inputs,\nsymmetric: rounded",
-    "the same with a zero point: `w8a8`": "with a zero point: rounded",
+    "the same with a zero point: `w8a8`": "trained; with a zero point: rounded",
     "weights of 2 bits, groups of 32": "2-bit weights: rounded",
 }
 BASE_MODEL = "all-mpnet-base-v2"
@@ -135,7 +135,8 @@ def draw_gains(axes: Axes) -> None:
             arrow = {"arrowstyle": "-|>", "color": color, "linewidth": 2, "shrinkA": 6, "shrinkB": 6}
             axes.annotate("", (place, results_page.mean(trained)), (place, start), arrowprops=arrow)
         beside = {"textcoords": "offset points", "va": "center", "fontsize": "small", "color": color}
-        axes.annotate(FORMS[name], (place, low), (11, -9 if low > -1 else 0), **beside)
+        label = FORMS[name] if trained else f"{FORMS[name]}, {low:+.1f}"
+        axes.annotate(label, (place, low), (11, -9 if low > -1 else 0), **beside)
         if gptq:
             axes.annotate("GPTQ", (place, results_page.mean(gptq)), (11, -4), **beside)
     for name, face in (("rounded", "none"), ("trained", FAINT)):
