@@ -889,7 +889,7 @@ def write_result(
     args = trainer.args
     tokenizer = getattr(trainer.data_collator, "tokenizer", None)
     taught = None if callback is None else callback.trainer
-    teaching = None if taught is None else taught.teaching()
+    teaching = NOT_TAUGHT if taught is None else taught.teaching()
     options = SaveOptions(
         processing_class=trainer.processing_class or tokenizer,
         controller=None if callback is None else callback.controller,

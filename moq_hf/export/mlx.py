@@ -53,7 +53,6 @@ from ..seams.transformers import original_format
 from ..servers import MLX
 from ..text import dtype_name, megabytes, progress
 from ..weight_matrix import is_experts, parameter_of
-from .compare import refuse_adapters
 
 _WIDTHS = (2, 3, 4, 5, 6, 8)
 _LARGEST_GROUP = 128
@@ -231,7 +230,6 @@ def export_mlx(
     target = new_path(out)
     folder = Path(directory)
     check_taken(folder, MLX)
-    refuse_adapters(folder)
     state = recorded(folder).state
     names = state["names"] or {}
     trained = MoQConfig.from_dict(state["config"])

@@ -305,7 +305,7 @@ def test_what_is_refused(checkpoint: Path, tmp_path: Path, capsys: pytest.Captur
     assert "--to mlx takes no --base" in error(checkpoint, "--base", "base.gguf")
     shutil.copytree(checkpoint, tmp_path / "adapted")
     (tmp_path / "adapted" / "adapter").mkdir()
-    assert "has adapters in adapter/" in error(tmp_path / "adapted")
+    assert "it takes one model, without adapters beside it" in error(tmp_path / "adapted")
     assert cli.main(["export", str(checkpoint), "--to", "float", str(tmp_path / "out"), "--half"]) == 2
     assert "--to float takes no --half" in capsys.readouterr().err
     (tmp_path / "full").mkdir()
