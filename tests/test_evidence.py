@@ -190,7 +190,11 @@ def test_the_figures_of_the_small_language_model_are_those_of_its_lines() -> Non
     )
     told = (("float", ""), ("rounded", "4"), ("rounded", "4 per channel"), *(("GPTQ", form) for form in ("4", "2")))
     ways = (("at the end, from GPTQ", "4"), *(("trained from GPTQ", form) for form in ("4", "2")), ("taught", "2"))
-    for key in (*told, *ways, ("taught from GPTQ", "2")):
+    scales = {way: lines[way, "2"][2]["perplexity"] for way in ("GPTQ", "scales")}
+    assert (
+        f"with one seed, {scales['GPTQ']:.2f} to {scales['scales']:.2f}" in results and len(lines["scales", "2"]) == 1
+    )
+    for key in (*told, *ways, ("taught from GPTQ", "2"), ("scales", "2")):
         assert f" {figures[key]:.2f}" in guide, key
     assert all(f"{figures['GPTQ', form]:.2f}" in page("README.md") for form in ("4", "2"))
     losses = {arm: figures[arm, "4"] / figures["float", ""] - 1 for arm in ("GPTQ", "rounded")}
