@@ -176,6 +176,9 @@ def test_page_one_compares_the_same_seeds_and_says_how_many() -> None:
         assert f"{sizes[f'{form}, tables in float'] / 1e6 - megabytes:.0f} MB less" in " ".join(
             page("README.md").split()
         )
+    of_language = results_page.document("sizes")["models"]["SmolLM2-135M"]["forms"]
+    at_4, at_2 = (of_language[f"{bits} bits, groups of 32"] / 1e6 for bits in (4, 2))
+    assert f"{at_4 - at_2:.0f} MB less than at 4;" in " ".join(page("README.md").split())
 
 
 def test_the_figures_of_the_small_language_model_are_those_of_its_lines() -> None:
