@@ -556,10 +556,11 @@ PLANS = {
     # Another seed, on a processor that computes bfloat16 slower than float32.
     "base in float32": Plan(
         (
-            replace(BASE_FLOAT, after=(*BASE_ROUNDED, (8, "per token"), (4, "w4a4, both products at 8"))),
+            replace(BASE_FLOAT, after=(*BASE_ROUNDED, (8, "per token"), (4, "w4a4, both products at 8"), (2, BY_GPTQ))),
             base(8, "static symmetric"),
             base(2, "groups of 32, full", 1e-4),
             base(4, "w4a4", 1e-4),
+            base(2, BY_GPTQ, 1e-4),
             base(8, "static asymmetric"),
         ),
         ("stsb",),

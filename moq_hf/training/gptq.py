@@ -23,7 +23,7 @@ from ..seams.transformers import prepared_inputs
 from ..weight_matrix import from_rows, to_rows
 from .measuring import eager, evaluating
 from .replay import NoAnswer, Replay
-from .samples import first_batches, rows_of
+from .samples import first_batches, parts_of, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -122,13 +122,16 @@ def round_weights(
     Args:
         model: The model in evaluation mode, without gradients.
         layers: Layers from `can_round`, already at the bits to which they will be rounded.
-        batches: If a batch calls a layer more than once, the first call counts.
+        batches: Large ones are read in parts. If a part calls a layer more than once, the
+            first call counts.
         run: Runs the model on a batch.
 
     Raises:
         MoQError: The inputs of a layer are not finite.
     """
     waiting = list(layers)
+    # Each new block is checked on the first of them, by whole passes.
+    parts = [part for batch in batches for part in parts_of(batch)]
     replay, checked = Replay(model), 0
     bar = tqdm(desc="GPTQ", total=len(waiting), leave=False, disable=None)
     # From pass to pass only what was rounded in between is quantized again.
@@ -136,9 +139,9 @@ def round_weights(
         while waiting:
             try:
                 if replay.known > checked:
-                    _check_replay(model, batches[0], run, replay)
+                    _check_replay(model, parts[0], run, replay)
                     checked = replay.known
-                moment, shared = _moment(model, waiting, batches, run, replay)
+                moment, shared = _moment(model, waiting, parts, run, replay)
             except Exception:
                 if not replay.known:
                     raise

@@ -70,15 +70,10 @@ class Samples:
         for batch in reversed(self._batches):
             if rows <= 0:
                 break
-            size = rows_of(batch)
-            if can_split(batch):
-                size = min(rows, size)
-                for start in range(0, size, CHUNK):
-                    part = slice(start, min(size, start + CHUNK))
-                    batches.append(recursively_apply(itemgetter(part), batch))
-            else:
-                batches.append(batch)
-            rows -= size
+            size = min(rows, rows_of(batch))
+            parts = parts_of(batch, size)
+            batches.extend(parts)
+            rows -= sum(map(rows_of, parts))
         return batches
 
 
@@ -98,6 +93,19 @@ def rows_of(inputs: Mapping[str, Any]) -> int:
         if isinstance(value, list) or (isinstance(value, Tensor) and value.dim()):
             return len(value)
     return 1
+
+
+def parts_of(batch: Batch, rows: int | None = None) -> list[Batch]:
+    """All examples of a batch, or the first `rows`, `CHUNK` at a time; the batch itself if it cannot be split.
+
+    >>> [rows_of(part) for part in parts_of({"x": torch.zeros(20, 3)})]
+    [16, 4]
+    """
+    if not can_split(batch):
+        return [batch]
+    end = rows_of(batch) if rows is None else rows
+    slices = (slice(start, min(end, start + CHUNK)) for start in range(0, end, CHUNK))
+    return [recursively_apply(itemgetter(part), batch) for part in slices]
 
 
 def can_split(inputs: Batch) -> bool:

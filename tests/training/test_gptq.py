@@ -315,6 +315,22 @@ def test_blocks_that_are_done_are_not_computed_again(config: Any, skips: bool, m
         assert calls["layers.0.self_attn.q_proj"] == len(batches) * 6 + 2
 
 
+def test_a_large_batch_is_read_in_parts() -> None:
+    """So that what checks each new block is a small one."""
+    hf.set_seed(0)
+    large = hf.AutoModel.from_config(hf.LlamaConfig(**SMALL))
+    small = copy.deepcopy(large)
+    words, size = torch.randint(5, 90, (40, 8)), 16
+    calls: list[int] = []
+    large.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, output: calls.append(len(output)))
+    quantize_model(large, bits=3, embeddings=None, inputs={"input_ids": words}, gptq=40)
+    parts = [{"input_ids": part} for part in words.split(size)]
+    quantize_model(small, bits=3, embeddings=None, inputs=parts, gptq=40)
+    # The first pass tries the whole batch.
+    assert (calls[0], max(calls[1:])) == (40, size)
+    assert_same(large.state_dict(), small.state_dict())
+
+
 class Branch(nn.Module):
     """Two linear layers."""
 
