@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, Trainer
 from .callback import MoQCallback, metrics_of, write_result
 from .config import MoQConfig
 from .config_fields import DistillationConfig
-from .config_reading import places
-from .errors import MoQError
+from .config_reading import nearest, places
+from .errors import MoQConfigError, MoQError
 from .loaded import config_of
 from .model.convert import is_quantized, quant_layers
 from .model.inventory import is_packed
@@ -171,6 +171,13 @@ class MoQMixin(_Beside):
             if name in kwargs and name not in taken
         }
         config = None
+        known = [*inspect.signature(MoQMixin.__init__).parameters, *taken]
+        for name in keywords.keys() - places().keys():
+            meant = nearest(name, known, 0.8)
+            if meant is not None:
+                raise MoQConfigError(
+                    f"{type(self).__name__} has no argument {name}, did you mean {meant}?"
+                )
         if moq_config is not None or keywords:
             config = MoQConfig.load(moq_config, **keywords)
         if share is not None:

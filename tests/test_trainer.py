@@ -16,7 +16,7 @@ from sentences import TEXTS, encoder
 from tiny_runs import assert_same, trained, weights
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from moq_hf import MoQCallback, MoQError, MoQMixin, MoQTrainer
+from moq_hf import MoQCallback, MoQConfigError, MoQError, MoQMixin, MoQTrainer
 from moq_hf.training.distillation import DistillationConfig, labels_at_logits, loss_parts
 
 trl = pytest.importorskip("trl")
@@ -341,3 +341,11 @@ def test_where_the_mixin_stands() -> None:
 def test_arguments_go_to_whom_they_belong(tmp_path: Path) -> None:
     trainer = sft(tmp_path, bits=3, group_size=16, formatting_func=None)
     assert trainer.moq.config.bits == 3 and len(trainer.moq.controller.layers) == 14
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("float_frist", "float_first"), ("train_datset", "train_dataset"), ("moq_confg", "moq_config")]
+)
+def test_a_misspelt_argument_of_a_trainer_is_named(word: str, meant: str) -> None:
+    with pytest.raises(MoQConfigError, match=f"MoQTrainer has no argument {word}, did you mean {meant}"):
+        MoQTrainer(llama(), **{word: True})

@@ -21,6 +21,7 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -97,8 +98,9 @@ def load_teacher(
     teacher: Any = source
     if isinstance(source, str):
         cls: Any = without_fsdp(type(student))
+        where = "" if Path(source).is_dir() else ", which is no folder here,"
         with explained(
-            f"distillation.teacher: cannot load {source} as {type(student).__name__}"
+            f"distillation.teacher: cannot load {source}{where} as {type(student).__name__}"
         ):
             teacher, loading_info = cls.from_pretrained(
                 source, output_loading_info=True, **(init_kwargs or {})
