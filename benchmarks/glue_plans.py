@@ -302,6 +302,7 @@ SLOWER = replace(FINISHED_NO_DROPOUT, name=no_dropout(2).name, warm_times=1)
 # learning rate, and then follows that model for another half.
 SIMILAR_FLOAT = replace(LONG, dropout=False)
 BASE_RATE = 5e-5
+SCALES_RATE = 1e-3  # That of language_models.py; no other was tried.
 BASE_FLOAT = replace(
     SIMILAR_FLOAT,
     name="float, and float again",
@@ -313,6 +314,8 @@ BASE_FLOAT = replace(
     warm_dropout=False,
 )
 BY_GPTQ = "groups of 32, full, by GPTQ"
+SCALES_BY_GPTQ = f"{BY_GPTQ}, scales alone"
+GROUPS[SCALES_BY_GPTQ] = {**GROUPS[BY_GPTQ], "train": "scales"}
 BASE_ROUNDED = (
     *each((8,), ("static symmetric", "static asymmetric", "static asymmetric, percentile, window")),
     (4, "w4a4"),
@@ -562,6 +565,7 @@ PLANS = {
             base(4, "w4a4", 1e-4),
             base(2, BY_GPTQ, 1e-4),
             base(8, "static asymmetric"),
+            base(2, SCALES_BY_GPTQ, SCALES_RATE),
         ),
         ("stsb",),
         (2, 3),
@@ -588,6 +592,7 @@ PLANS = {
             ),
             *(base(4, groups, 1e-4) for groups in ("w4a4", "w4a4, both products at 8", "w4, 4-bit inputs")),
             *(base(bits, BY_GPTQ, 1e-4) for bits in (2, 3)),
+            base(2, SCALES_BY_GPTQ, SCALES_RATE),
         ),
         ("stsb", "mrpc", "cola", "sst2"),
         bf16=True,

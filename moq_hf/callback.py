@@ -69,7 +69,7 @@ from .training.checkpoints import (
     warn_of_half_checkpoint,
 )
 from .training.controller import MoQController
-from .training.gptq import check_possible, start_from_gptq
+from .training.gptq import check_possible, is_settled, start_from_gptq
 from .training.measures import ModelLoss, model_loss
 from .training.resume import check_room
 from .training.run import NOT_TAUGHT, Run
@@ -566,6 +566,7 @@ class MoQCallback(TrainerCallback, ExportableState):
             controller.layers[name]
             for block in blocks
             for name in controller.blocks[block]
+            if not is_settled(controller.layers[name])
         ]
         if layers and self.config.gptq:
             if self._host.is_world_process_zero():

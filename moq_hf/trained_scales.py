@@ -27,8 +27,9 @@ SCALES_APART = (
     "train on one device or with DDP; frozen weights need no memory for gradients and an optimizer"
 )
 _TINY = torch.finfo(torch.float32).tiny
-# Marks a parameter that was trainable before `freeze_all`.
-_WAS_TRAINED = "moq_was_trained"
+# The names of a module's own parameters that were trainable before `freeze_all`. Copies of a parameter lose what is
+# noted on the parameter itself.
+_WERE_TRAINED = "moq_were_trained"
 
 
 def scales_of(weight: str) -> str:
@@ -49,11 +50,14 @@ class TrainedScales:
         attribute: The weight's name there.
         start: The codes, int8 or int16 `[rows, columns]`, and what rounding gave beside
             them; None until the weight has values and bits.
+        is_settled: Whether GPTQ made the codes, or a checkpoint had scales for them; GPTQ
+            would make others, for which the scales were not trained.
     """
 
     module: nn.Module
     attribute: str
     start: Quantized | None = None
+    is_settled: bool = False
 
     @property
     def name(self) -> str:
@@ -90,8 +94,10 @@ class TrainedScales:
         codes = values.codes.to(torch.int16 if is_short else torch.int8)
         made = values._replace(codes=codes)
         before, self.start = self.start, made
+        self.is_settled |= keeps
         if keeps or (before is not None and _are_equal(before, made)):
             return
+        self.is_settled = False
         self.parameter.detach().copy_(values.scale)
 
     def move_to(self, device: torch.device) -> None:
@@ -175,15 +181,21 @@ class _OfScales(torch.autograd.Function):
 
 
 def freeze_all(model: nn.Module) -> None:
-    """Freeze all parameters of a model, and mark those that were trainable."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.requires_grad_(False)
-            setattr(parameter, _WAS_TRAINED, True)
+    """Freeze all parameters of a model, and note those that were trainable."""
+    for module in model.modules():
+        trainable = [
+            name
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad
+        ]
+        for name in trainable:
+            module.get_parameter(name).requires_grad_(False)
+        if trainable:
+            vars(module)[_WERE_TRAINED] = trainable
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Make trainable again what `freeze_all` froze."""
-    for parameter in model.parameters():
-        if vars(parameter).pop(_WAS_TRAINED, False):
-            parameter.requires_grad_(True)
+    """Make trainable again what `freeze_all` froze, in this model or in the one that it is a copy of."""
+    for module in model.modules():
+        for name in vars(module).pop(_WERE_TRAINED, ()):
+            module.get_parameter(name).requires_grad_(True)

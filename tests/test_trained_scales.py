@@ -430,6 +430,33 @@ def test_another_config_takes_the_scales_away(after: dict[str, Any], tmp_path: P
     assert torch.equal(logits(model.eval()), logits(quantize_model(new_model(), after).eval()))
 
 
+def test_gptq_leaves_codes_alone_whose_scales_are_trained(tmp_path: Path) -> None:
+    """Rounded twice, a weight may have other codes, for which the scales were not trained."""
+    model = run(tmp_path, {**SCALES, "gptq": 8}, max_steps=2).model.eval()
+    before = logits(model)
+    again = arguments(tmp_path, max_steps=1, learning_rate=0.0)
+    callback = MoQCallback(**SCALES, gptq=8)
+    hf.Trainer(model, again, train_dataset=rows(), callbacks=[callback]).train()
+    assert torch.equal(logits(model.eval()), before)
+    quantize_model(model, SCALES, gptq=8, inputs=IDS)
+    assert torch.equal(logits(model), before)
+    # Those of other bits are made by it.
+    others = {**SCALES, "bits": 4}
+    rounded = quantize_model(copy.deepcopy(model), others)
+    assert not torch.equal(logits(quantize_model(model, others, gptq=8, inputs=IDS)), logits(rounded))
+
+
+def test_a_copy_can_be_unfrozen() -> None:
+    model = quantize_model(bert(), SCALES)
+    assert all(p.requires_grad for p in dequantize_model(copy.deepcopy(model)).parameters())
+    frozen = bert()
+    frozen.bert.embeddings.requires_grad_(False)
+    left = dequantize_model(copy.deepcopy(quantize_model(frozen, SCALES)))
+    assert {name for name, p in left.named_parameters() if not p.requires_grad} == {
+        f"bert.embeddings.{name}" for name, _ in frozen.bert.embeddings.named_parameters()
+    }
+
+
 @pytest.mark.parametrize("more", [{"bits": 4}, {"group_size": 16}])
 def test_scales_begin_anew_for_other_codes(more: dict[str, Any]) -> None:
     model = quantize_model(bert(), SCALES)

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,19 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from .. import quantizer
 from ..errors import MoQError
 from ..model.convert import hold_quantized
-from ..names import pretrained
 from ..processes import is_distributed, is_gathered_per_pass
 from ..quantized_weight import QuantizedWeight
 from ..seams.transformers import prepared_inputs
 from ..weight_matrix import from_rows, to_rows
 from .measuring import eager, evaluating
 from .replay import NoAnswer, Replay
-from .samples import first_batches, parts_of, rows_of
+from .samples import by_name, first_batches, names_of_inputs, parts_of, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +103,11 @@ def can_round(layers: Iterable[QuantizedWeight]) -> list[QuantizedWeight]:
     ]
 
 
+def is_settled(layer: QuantizedWeight) -> bool:
+    """True if the layer's codes are frozen and were made by GPTQ, or its scales were trained for them."""
+    return layer.moq.trained is not None and layer.moq.trained.is_settled
+
+
 def _is_trained(layer: QuantizedWeight) -> bool:
     return layer.float_weight.requires_grad or layer.moq.trained is not None
 
@@ -116,7 +120,7 @@ def round_weights(
 ) -> None:
     """Round weights with `quantizer.gptq`, layer by layer: each sees its inputs after the earlier ones were rounded.
 
-    A layer that is never called keeps its weight. All processes that share the model
+    A layer that is never called keeps its weight, as does a settled one. All processes that share the model
     must call this.
 
     Args:
@@ -129,7 +133,7 @@ def round_weights(
     Raises:
         MoQError: The inputs of a layer are not finite.
     """
-    waiting = list(layers)
+    waiting = [layer for layer in layers if not is_settled(layer)]
     # Each new block is checked on the first of them, by whole passes.
     parts = [part for batch in batches for part in parts_of(batch)]
     replay, checked = Replay(model), 0
@@ -202,6 +206,39 @@ def _outputs(
     return found
 
 
+class _Padding:
+    """Where padding is, by the masks that the models around a layer are given."""
+
+    def __init__(self) -> None:
+        self._mask: Any = None
+        self._encoded: Any = None
+        self._mask_of_encoded: Any = None
+
+    def note(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """As a forward pre-hook: take the masks of a model that is called."""
+        names = names_of_inputs(module)
+        given = by_name(names, args, kwargs)
+        self._encoded = given.get("encoder_hidden_states")
+        self._mask_of_encoded = given.get("encoder_attention_mask")
+        # Sentence Transformers has it among its features.
+        mappings = (x for x in given.values() if isinstance(x, Mapping))
+        features = next((x for x in mappings if "attention_mask" in x), given)
+        mask = features.get("attention_mask")
+        is_told = "attention_mask" in names or "attention_mask" in features
+        # What a model makes of its mask for the one inside is no list of positions.
+        if is_told and (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
+            self._mask = mask
+
+    def left_out(self, inputs: Tensor) -> Tensor:
+        """The inputs of a layer without those of padding, `[..., columns]`."""
+        # A decoder hands on to cross attention what it was given.
+        is_encoded = inputs is self._encoded
+        mask = self._mask_of_encoded if is_encoded else self._mask
+        if isinstance(mask, Tensor) and mask.shape == inputs.shape[:-1]:
+            return inputs[mask.bool()]
+        return inputs
+
+
 def _moment(
     model: nn.Module,
     layers: Sequence[QuantizedWeight],
@@ -218,13 +255,9 @@ def _moment(
     columns = to_rows(first.float_weight.detach(), first.kind).shape[1]
     device = first.float_weight.device
     moment = torch.zeros(columns, columns, dtype=torch.float32, device=device)
-    mask: Any = None
+    padding = _Padding()
     shared: Tensor | None = None
     sharing = {first.module}
-
-    def note_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        nonlocal mask
-        mask = kwargs.get("attention_mask")
 
     def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         nonlocal shared
@@ -233,9 +266,7 @@ def _moment(
         shared = inputs = args[0]
         replay.check(inputs)
         replay.note_change()
-        if isinstance(mask, Tensor) and mask.shape == inputs.shape[:-1]:
-            # Padding does not count.
-            inputs = inputs[mask.bool()]
+        inputs = padding.left_out(inputs)
         inputs = inputs.flatten(0, -2).float()
         moment.addmm_(inputs.t(), inputs)
 
@@ -251,8 +282,12 @@ def _moment(
         raise _StopForward
 
     with contextlib.ExitStack() as hooks:
-        base = pretrained(model)
-        hooks.enter_context(base.register_forward_pre_hook(note_mask, with_kwargs=True))
+        for module in model.modules():
+            # Sentence Transformers calls no hook of the model inside, an encoder and a decoder have masks of their own.
+            if module is model or isinstance(module, PreTrainedModel):
+                hooks.enter_context(
+                    module.register_forward_pre_hook(padding.note, with_kwargs=True)
+                )
         hooks.enter_context(first.module.register_forward_pre_hook(add))
         for layer in layers[1:]:
             hooks.enter_context(layer.module.register_forward_pre_hook(note))
@@ -286,4 +321,6 @@ def _round(layer: QuantizedWeight, moment: Tensor) -> None:
     rounded = quantizer.gptq(matrix, moment, layer.moq.bits, layer.moq.grid)
     weight.copy_(from_rows(rounded, layer.kind, weight.shape))
     layer.set_bits(layer.moq.bits)
+    if layer.moq.trained is not None:
+        layer.moq.trained.is_settled = True
     layer.invalidate()

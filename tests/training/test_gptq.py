@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers as hf
 from accelerate import Accelerator
+from sentences import TEXTS, encoder
 from tiny_runs import arguments, assert_same, callback_of, moq, new_model, no_dropout, rows, trained, weights
 from torch import nn
 from transformers import DataCollatorWithPadding, Trainer
@@ -139,6 +140,51 @@ def test_inputs_are_those_of_training_without_padding(used: Calls, tmp_path: Pat
         near = torch.isclose(layer.quantized_copy(torch.float32), layer.float_weight)
         assert near.float().mean() > 0.95 and not torch.equal(layer.float_weight, start[f"{name}.weight"])
     assert torch.equal(start["classifier.weight"], model.classifier.weight)
+
+
+def test_padding_of_texts_does_not_count(used: Calls, tmp_path: Path) -> None:
+    """Sentence Transformers calls the model inside without its hooks."""
+    model = encoder(tmp_path)
+    query = next(part for name, part in model.named_modules() if name.endswith("layer.0.attention.self.query"))
+    features = model.preprocess(TEXTS)
+    inputs: list[torch.Tensor] = []
+    handle = query.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with torch.no_grad():
+        model.eval()(dict(features))
+    handle.remove()
+    quantize_model(model, **PLAIN, gptq=len(TEXTS), inputs=TEXTS)
+    is_text = features["attention_mask"].bool()
+    assert not is_text.all()
+    seen = inputs[0][is_text]
+    torch.testing.assert_close(used[0][0], seen.t() @ seen)
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
+@pytest.mark.parametrize("length", [8, 6])
+def test_an_encoder_and_a_decoder_have_padding_of_their_own(length: int, has_mask: bool, used: Calls) -> None:
+    sizes = {f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    widths = {"encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "d_model": 8, "vocab_size": 40}
+    hf.set_seed(0)
+    model = hf.BartModel(hf.BartConfig(**sizes, **widths, max_position_embeddings=16)).eval()
+    batch = {"input_ids": torch.randint(5, 40, (4, 8)), "attention_mask": (torch.arange(8) < 5).expand(4, 8).long()}
+    batch["decoder_input_ids"] = torch.randint(5, 40, (4, length))
+    is_answer = torch.ones(4, length, dtype=torch.bool)
+    if has_mask:
+        is_answer[:, 3:] = False
+        batch["decoder_attention_mask"] = is_answer.long()
+    quantize_model(model, **PLAIN, gptq=4, inputs=batch)
+    names = [name for name, layer in quant_layers(model).items() if layer.kind == "linear"]
+    # The weights that a layer's inputs depend on are as they were when it was rounded: those of earlier layers.
+    inputs: dict[str, torch.Tensor] = {}
+    for name in ("decoder.layers.0.self_attn.k_proj", "decoder.layers.0.encoder_attn.k_proj"):
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: inputs.__setitem__(name, args[0])
+        )
+    with torch.no_grad():
+        model(**batch)
+    for name, kept in zip(inputs, (is_answer, batch["attention_mask"].bool()), strict=True):
+        seen = inputs[name][kept]
+        torch.testing.assert_close(used[names.index(name)][0], seen.t() @ seen)
 
 
 class TakesLabelsOut(Trainer):
