@@ -284,7 +284,9 @@ class InputObserver:
         return fake_quantize_input(input, self.grid, scale, zero)
 
     def observe(self, input: Tensor) -> None:
-        """Take the range of an input `[..., features]` into that of the step."""
+        """Take the range of an input `[..., features]` into that of the step; an empty one has none."""
+        if input.numel() == 0:
+            return
         # Written in place, so that a compiled graph keeps its tensor. Replicas of
         # DataParallel have their inputs on other devices.
         newest = range_of(input, self.grid).to(self.observed.device)

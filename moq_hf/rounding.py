@@ -17,6 +17,7 @@ from .forward_pass import makes_state
 from .inputs import InputObserver, update_ranges
 from .model.convert import check_finite, dequantize_model, prepare_model
 from .model.found import take_found
+from .model.inventory import Inventory
 from .model.sizes import ModelSizes
 from .processes import is_first_process, is_gathered_per_pass
 from .quantized_weight import QuantizedWeight, inputs_of
@@ -106,7 +107,7 @@ def quantize_model(
             table.moq.bits = inventory.table_bits or FLOAT_BITS
         check_finite({**layers, **embeddings})
         if batches:
-            _learn_from(batches, inventory.model, layers, config)
+            _learn_from(batches, inventory, layers, config)
     except Exception:
         dequantize_model(model, weights="float")
         raise
@@ -163,7 +164,7 @@ def _has_ranges(config: MoQConfig) -> bool:
 @makes_state
 def _learn_from(
     batches: list[Batch],
-    model: nn.Module,
+    inventory: Inventory,
     layers: Mapping[str, QuantizedWeight],
     config: MoQConfig,
 ) -> None:
@@ -172,6 +173,7 @@ def _learn_from(
     Raises:
         MoQError: The model cannot answer them, or GPTQ can round no weight.
     """
+    model = inventory.model
     device = next(model.parameters()).device
 
     def run(model: nn.Module, batch: Batch) -> None:
@@ -207,10 +209,11 @@ def _learn_from(
             round_weights(model, rounded, batches, run)
         if observers:
             handles = [
-                layers[name].module.register_forward_pre_hook(
-                    functools.partial(_observe, own)
+                module.register_forward_pre_hook(
+                    functools.partial(_observe, own), with_kwargs=True
                 )
                 for name, own in observers.items()
+                for module in [layers[name].module, *_sharing(inventory, name)]
             ]
             try:
                 run_all()
@@ -220,12 +223,27 @@ def _learn_from(
             update_ranges(observers.values())
             unseen = [name for name, own in observers.items() if own.range is None]
             if unseen:
+                within = any(observers[name].grid.percentile < 100 for name in unseen)
+                rare = " that the percentile does not leave out" if within else ""
                 raise MoQError(
-                    f"inputs: {shortened(unseen)} got no number other than 0, NaN and Inf from them, so their ranges "
-                    "are not known: give other examples, or if the model uses their weights without calling these "
-                    "layers, add them to modules_to_not_convert"
+                    f"inputs: {shortened(unseen)} got no number other than 0, NaN and Inf from them{rare}, so their "
+                    "ranges are not known: give other examples, or if the model uses their weights without calling "
+                    "these layers, add them to modules_to_not_convert"
                 )
 
 
-def _observe(observer: InputObserver, layer: nn.Module, args: tuple[Any, ...]) -> None:
-    observer.observe(args[0])
+def _sharing(inventory: Inventory, name: str) -> list[nn.Module]:
+    """The other linear layers that have the weight of one, and with it the range of its inputs."""
+    tied = [other for other, owner in inventory.tied.items() if owner == name]
+    modules = [inventory.modules[other] for other in tied]
+    return [module for module in modules if not isinstance(module, nn.Embedding)]
+
+
+def _observe(
+    observer: InputObserver,
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    (input, *_) = (*args, *kwargs.values())
+    observer.observe(input)

@@ -124,6 +124,30 @@ def test_with_a_window_a_range_is_the_mean_of_the_batches(tiny_bert: nn.Module, 
     torch.testing.assert_close(inputs.range, seen.mean(0))
 
 
+class Called(nn.Module):
+    """Two layers with one weight, a layer that is called by keyword, and one that gets nothing at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.head = (nn.Linear(8, 8) for _ in range(4))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(100 * self.first(input=x))
+        return self.head(torch.cat([self.third(x[x[:, 0] > 1e6]), x]))
+
+
+def test_ranges_are_those_of_every_call() -> None:
+    torch.manual_seed(0)
+    model, x = Called(), torch.randn(6, 8)
+    largest = float((100 * model.first(x)).detach().abs().max())
+    options = {"bits": 8, "activations": True, "modules_to_not_convert": ["third"]}
+    inputs = quant_layers(quantize_model(model, options, inputs={"x": x}))["first"].moq.inputs
+    assert inputs is not None and float(inputs.range) == pytest.approx(largest, rel=0.02)  # type: ignore[arg-type]
+    with pytest.raises(MoQError, match="third got no number other than 0, NaN and Inf"):
+        quantize_model(Called(), bits=8, activations=True, inputs={"x": x})
+
+
 def test_layers_with_scales_of_each_token_need_no_range(tiny_bert: nn.Module, tiny_batch: Batch) -> None:
     overrides = {"*.output.dense": {"activations": {"scale": "static"}}}
     quantize_model(tiny_bert, bits=8, activations={"scale": "per_token"}, overrides=overrides, inputs=tiny_batch)

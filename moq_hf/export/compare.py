@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..model.inventory import Inventory, is_packed
 from ..packed.files import ADAPTER
 from ..packed.load_check import quiet
 from ..packed.pack import model_class, read_config
-from ..packed.reading import stored_weights
+from ..packed.reading import dtypes_of_inputs, stored_weights
 from ..packed.state import check_taken
 from ..packed.verify import Verification, verify_quantized
 from ..servers import ONNX
@@ -127,6 +127,8 @@ class Checkpoint:
         processor: The file that says how its pictures are prepared, if there is one.
         verified: The result of `verify_quantized`.
         weights: The integers of each quantized layer, by its name.
+        input_dtypes: The dtype to which the static scale of each layer's inputs was
+            rounded, by the layer's name.
     """
 
     model: Any
@@ -134,6 +136,7 @@ class Checkpoint:
     processor: Path | None
     verified: Verification
     weights: Mapping[str, quantizer.Quantized]
+    input_dtypes: Mapping[str, torch.dtype]
 
 
 def load_checkpoint(directory: Path) -> Checkpoint:
@@ -162,6 +165,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         processor if processor.is_file() else None,
         verified,
         stored_weights(directory),
+        dtypes_of_inputs(directory),
     )
 
 
@@ -260,7 +264,8 @@ def rounded_inputs(checkpoint: Checkpoint) -> dict[str, InputObserver]:
         module = checkpoint.model.get_submodule(name)
         scales = layer.grid.shape(*layer.shape)[1]
         grid = grid.beside(layer.shape[1], scales)
-        found[name] = new_inputs(grid, module.weight)
+        observer = new_inputs(grid, module.weight)
+        found[name] = replace(observer, dtype=checkpoint.input_dtypes[name])
     load_ranges(found, state["input_ranges"])
     return found
 
@@ -328,6 +333,8 @@ class Reference:
         ranges: dict[str, Tensor] = {}
 
         def note(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+            if args[0].numel() == 0:
+                return
             newest = range_of(args[0], grids[name])
             ranges[name] = torch.maximum(ranges.get(name, newest), newest)
 

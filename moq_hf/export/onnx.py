@@ -396,8 +396,10 @@ def rounding_of(
             known[name] = saved[name]
         else:
             unknown[name] = found
+    dtypes = {name: checkpoint.input_dtypes[name] for name in known}
     if not unknown:
-        return Rounding(grid, known, source if known else "", target, own)
+        source = source if known else ""
+        return Rounding(grid, known, source, target, own, dtypes)
     logger.warning(
         "moq_hf: no ranges of the activations were trained%s: they are those of the %s compared; train with "
         "activations, or compare on data like that to be served",
@@ -405,9 +407,8 @@ def rounding_of(
         reference.compared,
     )
     ranges = known | reference.input_ranges(unknown)
-    return Rounding(
-        grid, ranges, f"partly {source}" if known else "measured", target, own
-    )
+    source = f"partly {source}" if known else "measured"
+    return Rounding(grid, ranges, source, target, own, dtypes)
 
 
 def _check_integers(rewritten: Rewritten, flavor: Flavor, is_default: bool) -> None:

@@ -135,6 +135,8 @@ class Rounding:
             "measured", "partly trained", "partly as saved", or "" where there are none.
         target: The CPUs that the file is made for.
         own: The grids of layers that differ, by name; None for inputs that stay floats.
+        dtypes: The dtype to which the static scale of a layer's inputs is rounded, by
+            name; float32 for others.
     """
 
     grid: InputGrid
@@ -142,6 +144,7 @@ class Rounding:
     source: str
     target: Target
     own: Mapping[str, InputGrid | None] = field(default_factory=dict)
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def __str__(self) -> str:
         ranges = f", ranges {self.source}" if self.source else ""
@@ -571,7 +574,9 @@ def _integers(
     zero = torch.zeros(())
     if grid.scale == "static":
         ends = range_in(rounding.ranges[name], grid)
-        step, shifted = static_parameters(ends, grid)
+        dtype = rounding.dtypes.get(name, torch.float32)
+        step, shifted = static_parameters(ends, grid, dtype)
+        step = step.float()
         zero = zero if shifted is None else shifted
     # The code of 0, where codes have no sign.
     middle = (zero + (1 << grid.bits - 1)).to(torch.uint8)

@@ -75,6 +75,7 @@ class Encoder:
         dtype: The dtype that the packed model will have.
         rounds_inputs: Whether the files say how inputs are rounded, as in training and
             with its static scales; if not, plain loading leaves inputs alone.
+        without_range: The layers whose inputs have no static scale yet.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Encoder:
         )
         specs = {name: self._spec(name, layer) for name, layer in layers.items()}
         self.tables = {name for name, spec in specs.items() if spec.is_table}
+        self.without_range: list[str] = []
         rounded = self._with_inputs(specs) if self._layout.has_inputs else None
         self.rounds_inputs = bool(rounded)
         self._specs = self._layout.placed(specs | (rounded or {}))
@@ -178,7 +180,11 @@ class Encoder:
         return replace(spec, left_alone=left_alone)
 
     def _with_inputs(self, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
-        """The layers whose inputs are rounded, with their grids; none if the files have no place for one of them."""
+        """The layers whose inputs are rounded, with their grids; none if the files have no place for one of them.
+
+        A static scale that is not known, of a layer that got no inputs or nothing but
+        zeros, leaves that layer's inputs alone.
+        """
         found = {}
         for name, layer in self.layers.items():
             inputs = layer.moq.inputs
@@ -191,11 +197,13 @@ class Encoder:
                 input_scale=scale,
                 input_zero_point=zero,
             )
-            found[name] = spec
-            has_scale = scale is not None or inputs.grid.scale == "per_token"
-            is_trained = inputs.active and has_scale and not spec.blended
+            is_trained = inputs.active and not spec.blended
             if not is_trained or not self._layout.takes_inputs(spec):
                 return {}
+            if scale is not None or inputs.grid.scale == "per_token":
+                found[name] = spec
+            else:
+                self.without_range.append(name)
         return found
 
     def why_in_float(self, name: str) -> str:

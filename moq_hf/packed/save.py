@@ -856,11 +856,16 @@ def _warn_of_float_inputs(saving: _Saving) -> None:
     }
     if not rounded:
         return
-    why = "no packed folder of this form can say how; the int8 file of moq-hf export does it"
-    if any(
-        own.grid.scale == "static" and own.range is None for own in rounded.values()
-    ):
+    why = "no packed folder of this form can say how; moq-hf inspect tells whether an exported int8 file can"
+    unknown = [
+        own
+        for own in rounded.values()
+        if own.grid.scale == "static" and own.range is None
+    ]
+    if unknown:
         why = "their static ranges are not known yet: train, or give quantize_model inputs"
+    if any(own.observed.any() for own in unknown):
+        why = "their static ranges are taken by model.eval() after the last step: call it before you save"
     logger.warning(
         "moq_hf: %s computes with float inputs, while the model in memory rounds those of %s: %s",
         saving.target,
@@ -892,6 +897,13 @@ def _warn(
             target,
             encoder.dtype,
             " and ".join(sorted(encoder.dtypes)),
+        )
+    if encoder.rounds_inputs and encoder.without_range:
+        logger.warning(
+            "moq_hf: %s leaves the inputs of %s as they are: no range is known of them, since the layer was not called "
+            "yet or got nothing but zeros",
+            target,
+            shortened(encoder.without_range),
         )
     if has_failed(proof):
         logger.warning(

@@ -397,6 +397,8 @@ def _described(folder: Path) -> tuple[serving.Description, MoQConfig]:
         is_rounded = state["rounds_inputs"] and layer.kind == "linear"
         inputs = trained.input_grid_of(name, ())
         scheme = groups.get(layer.group or "", {}).get("input_activations")
+        # A layer without a range has floats as its inputs.
+        is_rounded &= scheme is not None or not groups
         if inputs is not None and scheme is not None:
             inputs = replace(inputs, bits=scheme["num_bits"])
         weights[name] = replace(

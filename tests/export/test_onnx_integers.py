@@ -218,10 +218,12 @@ def test_what_suits_a_machine(cpu: str, architecture: str, target: Target) -> No
     assert target_of(cpu, architecture) == target
 
 
-def train_and_save(folder: Path, *without: str, **more: Any) -> tuple[Path, dict[str, Any]]:
+def train_and_save(
+    folder: Path, *without: str, dtype: torch.dtype = torch.float32, **more: Any
+) -> tuple[Path, dict[str, Any]]:
     """A packed checkpoint of a run that learned static ranges, but for the layers `without`, and these."""
     set_seed(0)
-    model = BertForSequenceClassification(BertConfig(**SHAPE))
+    model = BertForSequenceClassification(BertConfig(**SHAPE)).to(dtype)
     schedule = {"quantize_period": 1, "schedule_offset": 0}
     config = config_of(
         quantize_groups="per_channel",
@@ -265,6 +267,38 @@ def test_a_layer_that_never_ran_leaves_the_others_their_ranges(
     # Layers with the same input share its step.
     found = set(scalars(tmp_path / "out" / "model_int8.onnx").values())
     assert {np.float32(largest) / np.float32(127) for largest in ranges.values()} < found
+
+
+def test_a_layer_that_never_ran_does_not_take_rounded_inputs_from_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unused = "bert.pooler.dense"
+    folder, ranges = train_and_save(tmp_path / "packed", unused)
+    assert load_checkpoint(folder).verified.state["rounds_inputs"]
+    model = BertForSequenceClassification.from_pretrained(folder)
+    scales = {name for name in model.state_dict() if name.endswith(".input_scale")}
+    assert scales == {f"{name}.input_scale" for name in ranges}
+    assert f"leaves the inputs of {unused} as they are: no range is known of them" in caplog.text
+
+
+@pytest.mark.parametrize("section", [{"enabled": True}, {"enabled": True, "symmetric": False}])
+def test_scales_are_those_of_a_folder_that_was_trained_in_half_precision(
+    section: dict[str, Any], tmp_path: Path
+) -> None:
+    """Training rounds them to the dtype of the weights."""
+    folder, _ = train_and_save(tmp_path / "packed", dtype=torch.bfloat16, activation_quantization=section)
+    model = BertForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    stored = {float(tensor) for name, tensor in model.state_dict().items() if name.endswith(".input_scale")}
+    assert stored and all(float(torch.tensor(scale).bfloat16()) == scale for scale in stored)
+    export = export_onnx(folder, tmp_path / "out", flavors=["int8"], cpu="avx2")
+    assert set(scalars(tmp_path / "out" / "model_int8.onnx").values()) <= stored
+    # Of a plain model that was loaded in the export's dtype.
+    checkpoint = load_checkpoint(folder)
+    reference = Reference(checkpoint, SENTENCES, 128)
+    with torch.no_grad():
+        served = torch.cat([model(**batch).logits for batch in reference.batches])
+    torch.testing.assert_close(reference._answers, served, rtol=0, atol=2e-6)
+    assert export.proofs["int8"].largest_difference < 0.5 * export.proofs["int8"].difference_in_float
 
 
 @needs_vnni

@@ -119,7 +119,8 @@ def from_same_arithmetic(
     def round_input(own: InputGrid, name: str, module: nn.Module, args: Any) -> Any:
         static: Any = (None, None)
         if name in rounding.ranges:
-            static = static_parameters(range_in(rounding.ranges[name], own), own)
+            dtype = rounding.dtypes.get(name, torch.float32)
+            static = static_parameters(range_in(rounding.ranges[name], own), own, dtype)
         return fake_quantize_input(args[0], own, *static), *args[1:]
 
     for name, (codes, weight_scale, _) in checkpoint.weights.items():
