@@ -643,8 +643,8 @@ FIRST_PAGE_LANGUAGE = {
     "weights of 2 bits, groups of 32": (
         "2",
         "2 bits, groups of 32",
-        language_models.TAUGHT_FROM_GPTQ,
-        "taught, from GPTQ",
+        language_models.SCALES,
+        "scales alone, taught, from GPTQ",
     ),
 }
 
