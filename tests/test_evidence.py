@@ -72,6 +72,18 @@ def test_what_was_tried_beside_other_libraries_works() -> None:
             assert row["versions"][library] == row["resolved"][library]
 
 
+def test_the_speeds_of_int8_are_those_of_the_run() -> None:
+    speeds = results_page.document("int8_speeds")["speed"]
+
+    def told(kernels: str, bits: int) -> str:
+        found = [shape[f"int8, activations of {bits} bits"] for shape in speeds[kernels].values()]
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    text = " ".join(page("docs/reference/formats.md").split())
+    assert f"{told('VNNI', 8)} times its speed with VNNI, and {told('AVX2', 8)} times without" in text
+    assert f"with activations of 7 bits {told('AVX2', 7)}" in text
+
+
 def test_the_figures_of_language_models_are_those_of_the_run() -> None:
     text, found = page("examples/sft/README.md"), result("sft")
     assert [size for size in found["bytes"].values() if f"| {size:,} |" not in text] == []
@@ -178,7 +190,15 @@ def test_page_one_compares_the_same_seeds_and_says_how_many() -> None:
         )
     of_language = results_page.document("sizes")["models"]["SmolLM2-135M"]["forms"]
     at_4, at_2 = (of_language[f"{bits} bits, groups of 32"] / 1e6 for bits in (4, 2))
-    assert f"{at_4 - at_2:.0f} MB less than at 4;" in " ".join(page("README.md").split())
+    perplexities = (
+        results_page.first_page_perplexities(form, arm)[-1]
+        for form, _, arm, _ in results_page.FIRST_PAGE_LANGUAGE.values()
+    )
+    better, worse = perplexities
+    told = (
+        f"has {at_4 - at_2:.0f} MB less than at 4, and a perplexity that is {100 * (worse / better - 1):.0f} % higher"
+    )
+    assert told in " ".join(page("README.md").split())
 
 
 def test_the_figures_of_the_small_language_model_are_those_of_its_lines() -> None:
