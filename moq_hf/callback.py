@@ -566,12 +566,12 @@ class MoQCallback(TrainerCallback, ExportableState):
             controller.layers[name]
             for block in blocks
             for name in controller.blocks[block]
-            if not is_settled(controller.layers[name])
         ]
         if layers and self.config.gptq:
-            if self._host.is_world_process_zero():
+            count = sum(not is_settled(layer) for layer in layers)
+            if count and self._host.is_world_process_zero():
                 tqdm.write(
-                    f"moq_hf: GPTQ rounds {counted(len(layers), 'layer')} by {self.config.gptq} training examples; "
+                    f"moq_hf: GPTQ rounds {counted(count, 'layer')} by {self.config.gptq} training examples; "
                     "a large model takes minutes"
                 )
             start_from_gptq(self._host, controller.model, layers, self.config.gptq)

@@ -432,7 +432,7 @@ def _meant(name: str, section: str, here: Sequence[str], spell: Speller) -> str:
         return ""
     ours = _paths()
     word = name.lower().replace("-", "_")
-    meant = None if section and word in ours else _words_of_others().get(word)
+    meant = None if section and word in ours else words_of_others().get(word)
     if meant is None:
         near = nearest(word, here, 0.75)
         # A close match here is a slip, even if another section has that very word.
@@ -461,5 +461,6 @@ def _paths() -> dict[str, str]:
 
 
 @functools.cache
-def _words_of_others() -> dict[str, str]:
+def words_of_others() -> dict[str, str]:
+    """The words of other libraries, each with what it is here."""
     return {word: meant for meant, words in _WORDS.items() for word in words.split()}

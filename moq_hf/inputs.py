@@ -35,6 +35,7 @@ stays NaN.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,7 @@ from torch import Tensor
 from .grid import InputGrid
 from .processes import largest_over_ranks
 from .seams.transformers import is_transformed
+from .text import dtype_name
 
 _TINY = torch.finfo(torch.float32).tiny
 # The least positive number of a dtype, if that is larger.
@@ -209,6 +211,12 @@ def _sample(x: Tensor) -> Tensor:
     while math.gcd(distance, x.shape[-1]) > 1:
         distance += 1
     return x.flatten()[::distance]
+
+
+def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """What a layer is called with, by position or by name."""
+    found: Tensor = next(iter((*args, *kwargs.values())))
+    return found
 
 
 @dataclass
@@ -379,6 +387,15 @@ def ranges_of(
             numbers.append(float(observer.steps))
         found[name] = numbers if len(numbers) > 1 else numbers[0]
     return found
+
+
+def dtypes_of(inputs: Mapping[str, InputObserver]) -> dict[str, str]:
+    """The dtype to which a static scale is rounded, by layer, for a saved state; float32 is left out."""
+    return {
+        name: dtype_name(observer.dtype)
+        for name, observer in inputs.items()
+        if observer.dtype != torch.float32
+    }
 
 
 def range_in(entry: float | list[float], grid: InputGrid) -> Tensor:

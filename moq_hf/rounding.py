@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from .config import MoQConfig
 from .errors import MoQError, explained, shortened
 from .forward_pass import makes_state
-from .inputs import InputObserver, update_ranges
+from .inputs import InputObserver, input_of, update_ranges
 from .model.convert import check_finite, dequantize_model, prepare_model
 from .model.found import take_found
 from .model.inventory import Inventory
@@ -245,5 +245,4 @@ def _observe(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> None:
-    (input, *_) = (*args, *kwargs.values())
-    observer.observe(input)
+    observer.observe(input_of(args, kwargs))

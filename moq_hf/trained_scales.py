@@ -70,6 +70,14 @@ class TrainedScales:
         parameter: Tensor = self.module._parameters[self.name]  # type: ignore[assignment]
         return parameter
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether GPTQ would undo something: the codes are settled, or the scales are others than rounding gave."""
+        if self.start is None:
+            return False
+        scale = self.parameter.detach()
+        return self.is_settled or not torch.equal(scale, self.start.scale.to(scale))
+
     def add(self, shape: tuple[int, int]) -> None:
         """Give the module the parameter, unless it has one of this shape; on the weight's device."""
         found = self.module._parameters.get(self.name)
@@ -198,4 +206,7 @@ def unfreeze(model: nn.Module) -> None:
     """Make trainable again what `freeze_all` froze, in this model or in the one that it is a copy of."""
     for module in model.modules():
         for name in vars(module).pop(_WERE_TRAINED, ()):
-            module.get_parameter(name).requires_grad_(True)
+            # It may have been removed since.
+            parameter = module._parameters.get(name)
+            if parameter is not None:
+                parameter.requires_grad_(True)

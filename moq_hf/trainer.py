@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Trainer
 from .callback import MoQCallback, metrics_of, write_result
 from .config import MoQConfig
 from .config_fields import DistillationConfig
-from .config_reading import nearest, places
+from .config_reading import nearest, places, words_of_others
 from .errors import MoQConfigError, MoQError
 from .loaded import config_of
 from .model.convert import is_quantized, quant_layers
@@ -171,9 +171,11 @@ class MoQMixin(_Beside):
             if name in kwargs and name not in taken
         }
         config = None
-        known = [*inspect.signature(MoQMixin.__init__).parameters, *taken]
-        for name in keywords.keys() - places().keys():
-            meant = nearest(name, known, 0.8)
+        words = (*inspect.signature(MoQMixin.__init__).parameters, *taken)
+        known = [word for word in words if word not in ("self", "args", "kwargs")]
+        for name in keywords:
+            is_ours = name in places() or name in words_of_others()
+            meant = None if is_ours else nearest(name, known, 0.8)
             if meant is not None:
                 raise MoQConfigError(
                     f"{type(self).__name__} has no argument {name}, did you mean {meant}?"

@@ -430,13 +430,18 @@ def test_another_config_takes_the_scales_away(after: dict[str, Any], tmp_path: P
     assert torch.equal(logits(model.eval()), logits(quantize_model(new_model(), after).eval()))
 
 
-def test_gptq_leaves_codes_alone_whose_scales_are_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gptq", [0, 8])
+def test_gptq_leaves_codes_alone_whose_scales_are_trained(
+    gptq: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Rounded twice, a weight may have other codes, for which the scales were not trained."""
-    model = run(tmp_path, {**SCALES, "gptq": 8}, max_steps=2).model.eval()
+    model = run(tmp_path, {**SCALES, "gptq": gptq}, max_steps=2).model.eval()
+    assert "GPTQ leaves" not in caplog.text
     before = logits(model)
     again = arguments(tmp_path, max_steps=1, learning_rate=0.0)
     callback = MoQCallback(**SCALES, gptq=8)
     hf.Trainer(model, again, train_dataset=rows(), callbacks=[callback]).train()
+    assert "GPTQ leaves 13 layers as they are, whose scales were trained already" in caplog.text
     assert torch.equal(logits(model.eval()), before)
     quantize_model(model, SCALES, gptq=8, inputs=IDS)
     assert torch.equal(logits(model), before)
@@ -449,6 +454,9 @@ def test_gptq_leaves_codes_alone_whose_scales_are_trained(tmp_path: Path) -> Non
 def test_a_copy_can_be_unfrozen() -> None:
     model = quantize_model(bert(), SCALES)
     assert all(p.requires_grad for p in dequantize_model(copy.deepcopy(model)).parameters())
+    changed = quantize_model(bert(), SCALES)
+    changed.classifier.bias = None
+    assert all(p.requires_grad for p in dequantize_model(changed).parameters())
     frozen = bert()
     frozen.bert.embeddings.requires_grad_(False)
     left = dequantize_model(copy.deepcopy(quantize_model(frozen, SCALES)))

@@ -349,3 +349,8 @@ def test_arguments_go_to_whom_they_belong(tmp_path: Path) -> None:
 def test_a_misspelt_argument_of_a_trainer_is_named(word: str, meant: str) -> None:
     with pytest.raises(MoQConfigError, match=f"MoQTrainer has no argument {word}, did you mean {meant}"):
         MoQTrainer(llama(), **{word: True})
+
+
+def test_a_word_of_others_is_told_what_it_is_here() -> None:
+    with pytest.raises(MoQConfigError, match="optim of TrainingArguments"):
+        MoQTrainer(llama(), optimizer="adamw_torch", bits=4)

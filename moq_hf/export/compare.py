@@ -26,7 +26,7 @@ from ..model.inventory import Inventory, is_packed
 from ..packed.files import ADAPTER
 from ..packed.load_check import quiet
 from ..packed.pack import model_class, read_config
-from ..packed.reading import dtypes_of_inputs, stored_weights
+from ..packed.reading import stored_weights
 from ..packed.state import check_taken
 from ..packed.verify import Verification, verify_quantized
 from ..servers import ONNX
@@ -127,8 +127,6 @@ class Checkpoint:
         processor: The file that says how its pictures are prepared, if there is one.
         verified: The result of `verify_quantized`.
         weights: The integers of each quantized layer, by its name.
-        input_dtypes: The dtype to which the static scale of each layer's inputs was
-            rounded, by the layer's name.
     """
 
     model: Any
@@ -136,7 +134,12 @@ class Checkpoint:
     processor: Path | None
     verified: Verification
     weights: Mapping[str, quantizer.Quantized]
-    input_dtypes: Mapping[str, torch.dtype]
+
+    def input_dtype(self, name: str) -> torch.dtype:
+        """The dtype to which the static scale of a layer's inputs was rounded."""
+        dtypes = self.verified.state.get("input_dtypes", {})
+        dtype: torch.dtype = getattr(torch, dtypes.get(name, "float32"))
+        return dtype
 
 
 def load_checkpoint(directory: Path) -> Checkpoint:
@@ -165,7 +168,6 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         processor if processor.is_file() else None,
         verified,
         stored_weights(directory),
-        dtypes_of_inputs(directory),
     )
 
 
@@ -265,7 +267,7 @@ def rounded_inputs(checkpoint: Checkpoint) -> dict[str, InputObserver]:
         scales = layer.grid.shape(*layer.shape)[1]
         grid = grid.beside(layer.shape[1], scales)
         observer = new_inputs(grid, module.weight)
-        found[name] = replace(observer, dtype=checkpoint.input_dtypes[name])
+        found[name] = replace(observer, dtype=checkpoint.input_dtype(name))
     load_ranges(found, state["input_ranges"])
     return found
 

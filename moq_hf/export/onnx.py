@@ -396,7 +396,7 @@ def rounding_of(
             known[name] = saved[name]
         else:
             unknown[name] = found
-    dtypes = {name: checkpoint.input_dtypes[name] for name in known}
+    dtypes = {name: checkpoint.input_dtype(name) for name in known}
     if not unknown:
         source = source if known else ""
         return Rounding(grid, known, source, target, own, dtypes)

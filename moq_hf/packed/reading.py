@@ -128,36 +128,6 @@ def stored_weights(directory: str | os.PathLike[str]) -> dict[str, Quantized]:
     }
 
 
-def dtypes_of_inputs(directory: str | os.PathLike[str]) -> dict[str, torch.dtype]:
-    """The dtype to which the static scale of each layer's inputs was rounded, by the layer's name.
-
-    In training that is the dtype of the weight. A file has the scale in float32, and the
-    narrowest dtype that holds it gives the same scale again; a folder without scales of
-    inputs has the dtype of its config.
-
-    Args:
-        directory: What `save_quantized` wrote.
-    """
-    folder = Path(directory)
-    state, layers = read_layers(folder)
-    config = {} if state["config_json"] is None else read_document(folder / CONFIG)
-    of_model = getattr(torch, str(config.get("dtype") or "float32"))
-    places = tensors_in(folder)
-    renamed = state["names"] or {}
-    found = {}
-    for name in layers:
-        place = f"{renamed.get(name, name)}.input_scale"
-        found[name] = of_model
-        if place in places:
-            scale = read_tensor(places[place], place)
-            found[name] = next(
-                dtype
-                for dtype in (torch.bfloat16, torch.float16, torch.float32)
-                if torch.equal(scale.to(dtype).to(scale.dtype), scale)
-            )
-    return found
-
-
 def _parts(
     folder: Path, state: Mapping[str, Any], layers: Mapping[str, WeightSpec]
 ) -> Iterator[Part]:

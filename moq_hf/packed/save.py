@@ -857,14 +857,11 @@ def _warn_of_float_inputs(saving: _Saving) -> None:
     if not rounded:
         return
     why = "no packed folder of this form can say how; moq-hf inspect tells whether an exported int8 file can"
-    unknown = [
-        own
-        for own in rounded.values()
-        if own.grid.scale == "static" and own.range is None
-    ]
-    if unknown:
+    static = [own for own in rounded.values() if own.grid.scale == "static"]
+    unknown = [own for own in static if own.range is None]
+    if unknown == static != []:
         why = "their static ranges are not known yet: train, or give quantize_model inputs"
-    if any(own.observed.any() for own in unknown):
+    if unknown == static and any(own.observed.any() for own in unknown):
         why = "their static ranges are taken by model.eval() after the last step: call it before you save"
     logger.warning(
         "moq_hf: %s computes with float inputs, while the model in memory rounds those of %s: %s",
@@ -900,8 +897,8 @@ def _warn(
         )
     if encoder.rounds_inputs and encoder.without_range:
         logger.warning(
-            "moq_hf: %s leaves the inputs of %s as they are: no range is known of them, since the layer was not called "
-            "yet or got nothing but zeros",
+            "moq_hf: %s leaves the inputs of %s as they are: no range is known of them, since they were not called yet "
+            "or got nothing but zeros and what a percentile leaves out",
             target,
             shortened(encoder.without_range),
         )

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 import torch
 from pydantic import ConfigDict, Field
@@ -23,7 +23,7 @@ from ..errors import MoQError, explained, read_as, show, show_key, write_json
 from ..formats.stored import by_matrix
 from ..formats.table import FORMS, LAYOUTS, installed
 from ..grid import Format, Grid, Grouping, PerChannel, PerGroup, RowBlocks
-from ..inputs import ranges_of
+from ..inputs import dtypes_of, ranges_of
 from ..quantized_weight import QuantizedWeight, inputs_of
 from ..schedule import FLOAT_BITS
 from ..servers import SERVERS, Server
@@ -91,6 +91,7 @@ class State(TypedDict):
     metrics: dict[str, Any]
     float_metrics: dict[str, Any]
     # Folders of 0.2 do not have these.
+    input_dtypes: NotRequired[dict[str, Literal["bfloat16", "float16", "float64"]]]
     teaching: NotRequired[Teaching | None]
     adapters: NotRequired[dict[str, str]]
     parameters: Counted
@@ -131,6 +132,7 @@ def state_of(
         "versions": versions,
         "config": shareable(config.to_dict()),
         "input_ranges": ranges_of(inputs_of(layers)),
+        "input_dtypes": dtypes_of(inputs_of(layers)),
         "step": step,
         "history": history,
         "choice": choice,

@@ -15,10 +15,12 @@ from transformers import PreTrainedModel, Trainer
 
 from .. import quantizer
 from ..errors import MoQError
+from ..inputs import input_of
 from ..model.convert import hold_quantized
-from ..processes import is_distributed, is_gathered_per_pass
+from ..processes import is_distributed, is_first_process, is_gathered_per_pass
 from ..quantized_weight import QuantizedWeight
 from ..seams.transformers import prepared_inputs
+from ..text import counted
 from ..weight_matrix import from_rows, to_rows
 from .measuring import eager, evaluating
 from .replay import NoAnswer, Replay
@@ -104,8 +106,8 @@ def can_round(layers: Iterable[QuantizedWeight]) -> list[QuantizedWeight]:
 
 
 def is_settled(layer: QuantizedWeight) -> bool:
-    """True if the layer's codes are frozen and were made by GPTQ, or its scales were trained for them."""
-    return layer.moq.trained is not None and layer.moq.trained.is_settled
+    """True if the layer's codes are frozen, and were made by GPTQ or have scales that were trained for them."""
+    return layer.moq.trained is not None and layer.moq.trained.has_trained
 
 
 def _is_trained(layer: QuantizedWeight) -> bool:
@@ -126,16 +128,24 @@ def round_weights(
     Args:
         model: The model in evaluation mode, without gradients.
         layers: Layers from `can_round`, already at the bits to which they will be rounded.
-        batches: Large ones are read in parts. If a part calls a layer more than once, the
-            first call counts.
+        batches: Large ones are read in parts where the model takes these. If one calls a
+            layer more than once, the first call counts.
         run: Runs the model on a batch.
 
     Raises:
         MoQError: The inputs of a layer are not finite.
     """
+    layers = list(layers)
     waiting = [layer for layer in layers if not is_settled(layer)]
-    # Each new block is checked on the first of them, by whole passes.
+    if len(waiting) < len(layers) and is_first_process():
+        logger.warning(
+            "moq_hf: GPTQ leaves %s as they are, whose scales were trained already",
+            counted(len(layers) - len(waiting), "layer"),
+        )
+    # Each new block is checked on the first of them, by whole passes. Processes must agree on what they pass over.
     parts = [part for batch in batches for part in parts_of(batch)]
+    if is_distributed():
+        parts = list(batches)
     replay, checked = Replay(model), 0
     bar = tqdm(desc="GPTQ", total=len(waiting), leave=False, disable=None)
     # From pass to pass only what was rounded in between is quantized again.
@@ -147,9 +157,13 @@ def round_weights(
                     checked = replay.known
                 moment, shared = _moment(model, waiting, parts, run, replay)
             except Exception:
-                if not replay.known:
+                if replay.known:
+                    replay.give_up()
+                elif len(parts) > len(batches):
+                    # What a batch holds need not be row by row, such as pictures of some texts.
+                    parts, replay, checked = list(batches), Replay(model), 0
+                else:
                     raise
-                replay.give_up()
                 continue
             for layer in waiting[:shared]:
                 _round(layer, moment)
@@ -234,9 +248,12 @@ class _Padding:
         # A decoder hands on to cross attention what it was given.
         is_encoded = inputs is self._encoded
         mask = self._mask_of_encoded if is_encoded else self._mask
-        if isinstance(mask, Tensor) and mask.shape == inputs.shape[:-1]:
-            return inputs[mask.bool()]
-        return inputs
+        if not isinstance(mask, Tensor):
+            return inputs
+        if inputs.shape[:-1] == (mask.numel(),):
+            # Some models put all tokens of a batch in a row.
+            mask = mask.flatten()
+        return inputs[mask.bool()] if mask.shape == inputs.shape[:-1] else inputs
 
 
 def _moment(
@@ -259,22 +276,22 @@ def _moment(
     shared: Tensor | None = None
     sharing = {first.module}
 
-    def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def add(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         nonlocal shared
         if shared is not None:
             raise _StopForward
-        shared = inputs = args[0]
+        shared = inputs = input_of(args, kwargs)
         replay.check(inputs)
         replay.note_change()
         inputs = padding.left_out(inputs)
         inputs = inputs.flatten(0, -2).float()
         moment.addmm_(inputs.t(), inputs)
 
-    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def note(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if shared is None:
             replay.note_change()
             return
-        if args[0] is not shared:
+        if input_of(args, kwargs) is not shared:
             raise _StopForward
         sharing.add(module)
 
@@ -288,9 +305,10 @@ def _moment(
                 hooks.enter_context(
                     module.register_forward_pre_hook(padding.note, with_kwargs=True)
                 )
-        hooks.enter_context(first.module.register_forward_pre_hook(add))
-        for layer in layers[1:]:
-            hooks.enter_context(layer.module.register_forward_pre_hook(note))
+        for layer, watch in zip(layers, (add, *[note] * len(layers[1:])), strict=True):
+            hooks.enter_context(
+                layer.module.register_forward_pre_hook(watch, with_kwargs=True)
+            )
         # A pass that calls none of them ends before the loss.
         hooks.enter_context(model.register_forward_hook(stop))
         for index, batch in enumerate(batches):

@@ -105,7 +105,7 @@ def parts_of(batch: Batch, rows: int | None = None) -> list[Batch]:
         return [batch]
     end = rows_of(batch) if rows is None else rows
     slices = (slice(start, min(end, start + CHUNK)) for start in range(0, end, CHUNK))
-    return [recursively_apply(itemgetter(part), batch) for part in slices]
+    return [recursively_apply(itemgetter(part), dict(batch)) for part in slices]
 
 
 def can_split(inputs: Batch) -> bool:

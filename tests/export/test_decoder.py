@@ -66,7 +66,7 @@ def test_a_tokenizer_without_a_padding_token_is_compared_and_stays_so(special: d
     words: Any = Tokenizer(models.BPE({"a": 0, "b": 1, "e": 2}, []))
     tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))
-    batches = _tokenized(Checkpoint(model, tokenizer, None, None, {}, {}), SENTENCES, 16)  # type: ignore[arg-type]
+    batches = _tokenized(Checkpoint(model, tokenizer, None, None, {}), SENTENCES, 16)  # type: ignore[arg-type]
     masks = [batch["attention_mask"] for batch in batches]
     assert any(not bool(mask.all()) for mask in masks)
     # The cache is tried with the first tokens of a batch, which must not be padding.
@@ -80,7 +80,7 @@ def test_the_most_tokens_that_a_model_takes(kind: str, tokens: int) -> None:
     tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a")
     sizes = {**SIZES, "max_position_embeddings": 64, "pad_token_id": 3}
     model = getattr(hf, f"{kind}Model")(getattr(hf, f"{kind}Config")(**sizes)).eval()
-    assert most_tokens(Checkpoint(model, tokenizer, None, None, {}, {})) == tokens  # type: ignore[arg-type]
+    assert most_tokens(Checkpoint(model, tokenizer, None, None, {})) == tokens  # type: ignore[arg-type]
     with torch.no_grad():
         model(torch.ones(1, tokens, dtype=torch.long))
         with pytest.raises((IndexError, RuntimeError)):

@@ -291,7 +291,8 @@ def test_scales_are_those_of_a_folder_that_was_trained_in_half_precision(
     stored = {float(tensor) for name, tensor in model.state_dict().items() if name.endswith(".input_scale")}
     assert stored and all(float(torch.tensor(scale).bfloat16()) == scale for scale in stored)
     export = export_onnx(folder, tmp_path / "out", flavors=["int8"], cpu="avx2")
-    assert set(scalars(tmp_path / "out" / "model_int8.onnx").values()) <= stored
+    found = set(scalars(tmp_path / "out" / "model_int8.onnx").values())
+    assert found and found <= stored
     # Of a plain model that was loaded in the export's dtype.
     checkpoint = load_checkpoint(folder)
     reference = Reference(checkpoint, SENTENCES, 128)
@@ -299,6 +300,17 @@ def test_scales_are_those_of_a_folder_that_was_trained_in_half_precision(
         served = torch.cat([model(**batch).logits for batch in reference.batches])
     torch.testing.assert_close(reference._answers, served, rtol=0, atol=2e-6)
     assert export.proofs["int8"].largest_difference < 0.5 * export.proofs["int8"].difference_in_float
+
+
+def test_a_folder_without_scales_of_inputs_has_their_dtype(tmp_path: Path) -> None:
+    bits = {"start_bits": 4, "target_bits": 4}
+    options = {"activation_quantization": {"enabled": True}, "quantize_bits": bits}
+    folder, ranges = train_and_save(tmp_path / "packed", dtype=torch.bfloat16, **options)
+    state = load_checkpoint(folder).verified.state
+    assert state["input_dtypes"] == dict.fromkeys(ranges, "bfloat16")
+    export_onnx(folder, tmp_path / "out", flavors=["int8"], cpu="avx2")
+    found = {torch.tensor(scale) for scale in scalars(tmp_path / "out" / "model_int8.onnx").values()}
+    assert found and all(scale.bfloat16().float() == scale for scale in found)
 
 
 @needs_vnni

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +185,32 @@ def test_an_encoder_and_a_decoder_have_padding_of_their_own(length: int, has_mas
     for name, kept in zip(inputs, (is_answer, batch["attention_mask"].bool()), strict=True):
         seen = inputs[name][kept]
         torch.testing.assert_close(used[names.index(name)][0], seen.t() @ seen)
+
+
+class Uneven(nn.Module):
+    """Texts with pictures, of which one text has two and another none; a layer is called by name, on flat tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, texts: torch.Tensor, pictures: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        if int((texts[..., 0] > 0).sum()) != len(pictures):
+            raise ValueError("a picture for each mark")
+        return self.head(self.first(input=texts.flatten(0, 1)))
+
+
+def test_a_batch_that_is_no_list_of_rows_is_read_whole(used: Calls) -> None:
+    texts = torch.rand(20, 3, 8)
+    texts[..., 0] = -1
+    texts[:, 0, 0] = 1
+    texts[0, 0, 0], texts[19, 1, 0] = -1, 1
+    mask = torch.arange(3).expand(20, 3) < 2
+    batch = defaultdict(torch.Tensor, texts=texts, pictures=torch.rand(20, 8), attention_mask=mask)
+    options: dict[str, Any] = {"bits": 4, "modules_to_not_convert": ["head"]}
+    quantize_model(Uneven(), **options, gptq=20, inputs=batch)
+    seen = texts[mask]
+    torch.testing.assert_close(used[0][0], seen.t() @ seen)
 
 
 class TakesLabelsOut(Trainer):
