@@ -221,6 +221,10 @@ def test_the_figures_of_the_small_language_model_are_those_of_its_lines() -> Non
     assert f"{losses['GPTQ']:.0%}".replace("%", " %") in page("docs/start/which-preset.md")
     assert f"takes {figures['GPTQ', '2']:.2f} to {figures['scales', '2']:.2f}, in" in results
     assert f"training the weights takes it to {figures['taught from GPTQ', '2']:.2f}" in results
+    at_3 = [f"{figures[arm, '3']:.2f}" for arm in ("GPTQ", "scales", "taught from GPTQ")]
+    told_at_3 = f"At 3 bits (seed 1) it is {', '.join(at_3[:2])} and {at_3[2]}"
+    assert told_at_3 in results and told_at_3.replace(" (seed 1)", "") in guide
+    assert all(set(lines[arm, "3"]) == {1} for arm in ("GPTQ", "scales", "taught from GPTQ"))
     both = (lines[arm, "2"] for arm in ("GPTQ", "scales"))
     losses_of = [[loss for seed in (1, 2) for loss in own[seed]["losses"]] for own in both]
     gains = [gptq - trained for gptq, trained in zip(*losses_of, strict=True)]
