@@ -201,6 +201,38 @@ def test_page_one_compares_the_same_seeds_and_says_how_many() -> None:
     assert told in " ".join(page("README.md").split())
 
 
+def losses_of(form: str) -> tuple[list[float], ...]:
+    """Points that an MPNet loses: rounded, by GPTQ, trained, trained from GPTQ; of each seed."""
+    floats = results_page.base_floats()
+    ways = results_page.base_ways(*results_page.BASE_FORMS[form])
+    return tuple([floats[seed] - scores[seed] for seed in sorted(scores)] for scores in ways)
+
+
+def from_to(losses: list[float], digits: int = 0) -> str:
+    return f"{min(losses):.{digits}f} to {max(losses):.{digits}f}"
+
+
+def test_what_rounding_or_training_cost_an_mpnet_is_said_as_measured() -> None:
+    text = " ".join(page(f"docs/{RESULTS_OF_INPUTS}.md").split())
+    rounded, _, trained, _ = losses_of("8 bits; 8, static symmetric")
+    assert f"lose {from_to(rounded)} points by rounding" in text and "within 0.4 of float" in text
+    assert max(map(abs, trained)) < 0.45 and len(trained) == 3
+    rounded, *_ = losses_of("`w8a8`: 8 bits; 8, static asymmetric")
+    assert f"It costs {max(rounded):.1f} points at most" in text
+    rounded, _, trained, _ = losses_of("`w4a4`: 4 bits, groups of 32; 4, second products at 8")
+    assert f"**4-bit inputs**: rounding loses {from_to(rounded)} points, training {from_to(trained)}." in text
+    presets = page("docs/start/which-preset.md")
+    assert f"[{statistics.fmean(trained):.1f} points, rounded {statistics.fmean(rounded):.1f}]" in presets
+    rounded, *_ = losses_of("`w4a4`, both products at 8")
+    assert f"at 8 bits rounding loses {from_to(rounded)}" in text
+    rounded, gptq, trained, from_gptq = losses_of("2 bits, groups of 32")
+    assert f"Rounding loses {from_to(rounded)} points" in text and f"from rounded weights {from_to(trained, 1)}" in text
+    for name, losses in (("GPTQ", gptq), ("training from it", from_gptq)):
+        assert f"{name} {from_to(losses, 1)}" in text
+    rounded, *_ = losses_of("the same, percentile 99.99 and window")
+    assert f"costs {from_to(rounded, 1)} points" in text
+
+
 def test_the_figures_of_the_small_language_model_are_those_of_its_lines() -> None:
     lines: dict[tuple[str, str], dict[int, Any]] = {}
     for line in results_page.lines_of("language_models"):
