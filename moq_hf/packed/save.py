@@ -859,10 +859,11 @@ def _warn_of_float_inputs(saving: _Saving) -> None:
     why = "no packed folder of this form can say how; moq-hf inspect tells whether an exported int8 file can"
     static = [own for own in rounded.values() if own.grid.scale == "static"]
     unknown = [own for own in static if own.range is None]
-    if unknown == static != []:
+    # Of a single layer the files can leave the inputs alone.
+    if unknown and len(unknown) == len(static):
         why = "their static ranges are not known yet: train, or give quantize_model inputs"
-    if unknown == static and any(own.observed.any() for own in unknown):
-        why = "their static ranges are taken by model.eval() after the last step: call it before you save"
+        if any(own.observed.any() for own in unknown):
+            why = "their static ranges are taken by model.eval() after the last step: call it before you save"
     logger.warning(
         "moq_hf: %s computes with float inputs, while the model in memory rounds those of %s: %s",
         saving.target,
